@@ -1,0 +1,127 @@
+"""Options of the runtime: frozen, keyword-only, checked when made."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from batchgen_data.errors import ConfigError, nearest
+
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+
+
+def parse_bytes(value: int | str, field: str) -> int:
+    """Turn ``"4GiB"``, ``"500 MB"`` or a plain count into bytes.
+
+    Raises:
+        ConfigError: not a size; the message names `field`.
+    """
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return value
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
+        if match and match[2].upper() in _UNITS and float(match[1]) > 0:
+            return int(float(match[1]) * _UNITS[match[2].upper()])
+    raise ConfigError(f"{field} must be a size such as 4GiB, 500MB or a number of bytes, not {value!r}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    """How one runtime uses its device.
+
+    Attributes:
+        device: "auto" (CUDA when present, else CPU), "cpu", "cuda", "cuda:1".
+        dtype: "auto" (float32 on a CPU, the checkpoint's type on a GPU), or a torch type's name.
+        num_threads: CPU threads of the forward pass; None takes the CPUs this process may use.
+        kv_memory: bytes for KV pages, or a size such as "4GiB"; None takes `kv_memory_fraction` of the
+            free memory left after the weights are loaded.
+        kv_memory_fraction: see `kv_memory`; None means 0.3 on a CPU and 0.9 on a GPU.
+        page_tokens: tokens of one KV page.
+        max_sequences: sequences decoded together at most.
+        max_step_tokens: tokens of one forward pass at most, prefill chunks and decoded tokens together.
+        max_context_tokens: prompt and output together; None takes the model's own limit.
+        prefix_reuse: let sequences share the KV pages of equal prefixes.
+        attention_sub_batch: sequences of one attention sub-batch. None runs each pass as one unit, the
+            faster way where everything fits (measured: docs/performance.md); a number makes the
+            sub-batches yield before each sparse block and combine there.
+    """
+
+    device: str = "auto"
+    dtype: str = "auto"
+    num_threads: int | None = None
+    kv_memory: int | str | None = None
+    kv_memory_fraction: float | None = None
+    page_tokens: int = 64
+    max_sequences: int = 256
+    max_step_tokens: int = 512
+    max_context_tokens: int | None = None
+    prefix_reuse: bool = True
+    attention_sub_batch: int | None = None
+
+    def __post_init__(self) -> None:
+        for field in (
+            "num_threads",
+            "page_tokens",
+            "max_sequences",
+            "max_step_tokens",
+            "max_context_tokens",
+            "attention_sub_batch",
+        ):
+            value = getattr(self, field)
+            optional = field in ("num_threads", "max_context_tokens", "attention_sub_batch")
+            if value is None and optional:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(f"{field} must be a positive whole number, not {value!r}")
+        if self.max_step_tokens < self.max_sequences:
+            # Every decoding sequence takes one token of each pass.
+            raise ConfigError(
+                f"max_step_tokens ({self.max_step_tokens}) must be at least "
+                f"max_sequences ({self.max_sequences})"
+            )
+        if self.kv_memory is not None:
+            parse_bytes(self.kv_memory, "kv_memory")
+        fraction = self.kv_memory_fraction
+        if fraction is not None and not 0 < fraction <= 1:
+            raise ConfigError(f"kv_memory_fraction must be above 0 and at most 1, not {fraction!r}")
+        for field in ("device", "dtype"):
+            if not isinstance(getattr(self, field), str):
+                raise ConfigError(f"{field} must be a name, not {getattr(self, field)!r}")
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> EngineConfig:
+        """Make a config from keyword options.
+
+        Raises:
+            ConfigError: an unknown option (with the nearest name) or a bad value.
+        """
+        check_names(options, [field.name for field in dataclasses.fields(cls)])
+        return cls(**options)
+
+
+def check_names(options: Mapping[str, Any], known: list[str], *, also: tuple[str, ...] = ()) -> None:
+    """Raise ConfigError for the first option that is not known, naming the nearest one."""
+    for name in options:
+        if name not in known and name not in also:
+            raise ConfigError(f"unknown option {name!r}{nearest(name, [*known, *also])}")
+
+
+def fingerprint(settings: Mapping[str, Any]) -> str:
+    """Return a short digest of JSON-able settings, independent of key order."""
+    text = json.dumps(settings, sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
