@@ -1,0 +1,131 @@
+"""The truth of every operator in plain PyTorch; see the package page for shape letters.
+
+`paged_attention_extend` is also the production path on every device for now: its fast branch is PyTorch's
+own scaled_dot_product_attention, its slow branch (sinks, softcap) is the textbook formula.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+
+def kv_append(
+    k_TKD: torch.Tensor,
+    v_TKV: torch.Tensor,
+    k_pages_NKPD: torch.Tensor,
+    v_pages_NKPV: torch.Tensor,
+    page_idx_T: torch.Tensor,
+    offset_T: torch.Tensor,
+) -> None:
+    """Write keys and values of T tokens into their pages, in place."""
+    k_pages_NKPD[page_idx_T, :, offset_T] = k_TKD
+    v_pages_NKPV[page_idx_T, :, offset_T] = v_TKV
+
+
+def gather_pages(pages_NKPD: torch.Tensor, page_ids_M: torch.Tensor, length: int) -> torch.Tensor:
+    """Copy the first `length` tokens of a block table into one [K, length, D] tensor."""
+    picked_MKPD = pages_NKPD.index_select(0, page_ids_M)
+    num_pages, num_heads, page_tokens, size = picked_MKPD.shape
+    # Cut to `length` before any arithmetic: the rest of the last page is stale and may hold NaN.
+    return picked_MKPD.transpose(0, 1).reshape(num_heads, num_pages * page_tokens, size)[:, :length]
+
+
+def attention(
+    q_THD: torch.Tensor,
+    k_KLD: torch.Tensor,
+    v_KLV: torch.Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks_H: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Causal attention of the last T of L tokens, by the textbook formula in float32: [T, H, V]."""
+    num_queries, num_heads, _ = q_THD.shape
+    num_kv_heads, length, _ = k_KLD.shape
+    group = num_heads // num_kv_heads
+    q_KGTD = q_THD.float().permute(1, 0, 2).unflatten(0, (num_kv_heads, group))
+    scores_KGTL = q_KGTD @ k_KLD.float().unsqueeze(1).transpose(-1, -2) * scale
+    if softcap:
+        scores_KGTL = softcap * torch.tanh(scores_KGTL / softcap)
+    hidden_TL = ~_visible(num_queries, length, window, q_THD.device)
+    scores_KGTL = scores_KGTL.masked_fill(hidden_TL, float("-inf"))
+    if sinks_H is not None:
+        sinks_KGT1 = sinks_H.float().view(num_kv_heads, group, 1, 1).expand(-1, -1, num_queries, 1)
+        weights = torch.softmax(torch.cat([scores_KGTL, sinks_KGT1], dim=-1), dim=-1)[..., :-1]
+    else:
+        weights = torch.softmax(scores_KGTL, dim=-1)
+    out_KGTV = weights @ v_KLV.float().unsqueeze(1)
+    return out_KGTV.flatten(0, 1).transpose(0, 1).to(q_THD.dtype)
+
+
+def _visible(num_queries: int, length: int, window: int, device: torch.device) -> torch.Tensor:
+    """[T, L] true where query t (token length - T + t) may see key l."""
+    query = torch.arange(length - num_queries, length, device=device).unsqueeze(1)
+    key = torch.arange(length, device=device).unsqueeze(0)
+    visible = key <= query
+    return visible & (key > query - window) if window else visible
+
+
+def paged_attention_decode(
+    q_BHD: torch.Tensor,
+    k_pages_NKPD: torch.Tensor,
+    v_pages_NKPV: torch.Tensor,
+    block_tables_BM: torch.Tensor,
+    lengths_B: torch.Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks_H: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """One new token per sequence, sequence by sequence."""
+    page_tokens = k_pages_NKPD.shape[2]
+    rows = []
+    for q_HD, table_M, length in zip(q_BHD, block_tables_BM, lengths_B.tolist(), strict=True):
+        page_ids = table_M[: -(-length // page_tokens)].long()
+        rows.append(
+            attention(
+                q_HD.unsqueeze(0),
+                gather_pages(k_pages_NKPD, page_ids, length),
+                gather_pages(v_pages_NKPV, page_ids, length),
+                scale=scale,
+                window=window,
+                softcap=softcap,
+                sinks_H=sinks_H,
+            )
+        )
+    return torch.cat(rows)
+
+
+def paged_attention_extend(
+    q_THD: torch.Tensor,
+    k_pages_NKPD: torch.Tensor,
+    v_pages_NKPV: torch.Tensor,
+    page_ids_M: torch.Tensor,
+    length: int,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks_H: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """A prefill chunk of one sequence over its gathered pages."""
+    k_KLD = gather_pages(k_pages_NKPD, page_ids_M, length)
+    v_KLV = gather_pages(v_pages_NKPV, page_ids_M, length)
+    if softcap or sinks_H is not None:
+        return attention(q_THD, k_KLD, v_KLV, scale=scale, window=window, softcap=softcap, sinks_H=sinks_H)
+    num_queries = q_THD.shape[0]
+    whole = num_queries == length and (not window or window >= length)
+    mask_TL = None if whole else _visible(num_queries, length, window, q_THD.device)
+    out_1HTV = F.scaled_dot_product_attention(
+        q_THD.transpose(0, 1).unsqueeze(0),
+        k_KLD.unsqueeze(0),
+        v_KLV.unsqueeze(0),
+        attn_mask=mask_TL,
+        is_causal=whole,
+        scale=scale,
+        enable_gqa=q_THD.shape[1] != k_KLD.shape[0],
+    )
+    return out_1HTV[0].transpose(0, 1)

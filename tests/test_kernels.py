@@ -1,0 +1,112 @@
+"""Every operator against its plain-PyTorch truth, at odd sizes and with poisoned memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from batchgen_kernels import cpu, kv_append, paged_attention_decode, paged_attention_extend, reference
+
+TOLERANCE = {torch.float32: 2e-5}
+
+
+def paged_case(lengths, *, heads=6, kv_heads=2, size_k=16, size_v=16, page_tokens=16, seed=0, poison=True):
+    """Random sequences written into shuffled pages; every slot that no sequence owns is NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    num_pages = sum(-(-length // page_tokens) for length in lengths) + 3
+    fill = float("nan") if poison else 0.0
+    k_pages = torch.full((num_pages, kv_heads, page_tokens, size_k), fill)
+    v_pages = torch.full((num_pages, kv_heads, page_tokens, size_v), fill)
+    order = torch.randperm(num_pages, generator=generator).tolist()
+    widest = max(-(-length // page_tokens) for length in lengths)
+    tables = torch.zeros(len(lengths), widest, dtype=torch.int32)
+    dense = []
+    for row, length in enumerate(lengths):
+        pages = [order.pop() for _ in range(-(-length // page_tokens))]
+        tables[row, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
+        k = torch.randn(length, kv_heads, size_k, generator=generator)
+        v = torch.randn(length, kv_heads, size_v, generator=generator)
+        position = torch.arange(length)
+        page_idx = torch.tensor(pages)[position // page_tokens]
+        kv_append(k, v, k_pages, v_pages, page_idx, position % page_tokens)
+        dense.append((k.transpose(0, 1), v.transpose(0, 1)))
+    q = torch.randn(len(lengths), heads, size_k, generator=generator)
+    return q, k_pages, v_pages, tables, torch.tensor(lengths, dtype=torch.int32), dense
+
+
+OPTIONS = [
+    {},
+    {"window": 5},
+    {"softcap": 3.0},
+    {"sinks": True},
+    {"window": 20, "softcap": 2.0, "sinks": True},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("lengths", [[1], [63], [16, 17, 1, 64, 100], [1000, 3]], ids=str)
+def test_decode_equals_the_reference_and_the_dense_formula(lengths, options):
+    options = dict(options)
+    q, k_pages, v_pages, tables, lens, dense = paged_case(lengths)
+    if options.pop("sinks", False):
+        options["sinks_H"] = torch.linspace(-1, 2, q.shape[1])
+    got = paged_attention_decode(q, k_pages, v_pages, tables, lens, scale=0.3, **options)
+    ref = reference.paged_attention_decode(q, k_pages, v_pages, tables, lens, scale=0.3, **options)
+    plain = torch.cat(
+        [reference.attention(q[i : i + 1], k, v, scale=0.3, **options) for i, (k, v) in enumerate(dense)]
+    )
+    assert torch.isfinite(got).all()
+    torch.testing.assert_close(ref, plain, atol=1e-6, rtol=0)
+    torch.testing.assert_close(got, ref, atol=TOLERANCE[torch.float32], rtol=0)
+
+
+@pytest.mark.parametrize("size_k,size_v,heads,kv_heads", [(24, 16, 4, 4), (64, 64, 9, 3), (128, 128, 8, 1)])
+def test_decode_takes_any_head_shape(size_k, size_v, heads, kv_heads):
+    q, k_pages, v_pages, tables, lens, _ = paged_case(
+        [7, 40, 33], size_k=size_k, size_v=size_v, heads=heads, kv_heads=kv_heads
+    )
+    got = paged_attention_decode(q, k_pages, v_pages, tables, lens, scale=0.1)
+    ref = reference.paged_attention_decode(q, k_pages, v_pages, tables, lens, scale=0.1)
+    torch.testing.assert_close(got, ref, atol=TOLERANCE[torch.float32], rtol=0)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("chunk,length", [(1, 1), (5, 5), (63, 63), (7, 40), (33, 100), (100, 100)])
+def test_extend_equals_the_dense_formula(chunk, length, options):
+    options = dict(options)
+    _, k_pages, v_pages, tables, _, dense = paged_case([length])
+    q = torch.randn(chunk, 6, 16, generator=torch.Generator().manual_seed(1))
+    if options.pop("sinks", False):
+        options["sinks_H"] = torch.linspace(-1, 2, 6)
+    got = paged_attention_extend(q, k_pages, v_pages, tables[0].long(), length, scale=0.3, **options)
+    want = reference.attention(q, *dense[0], scale=0.3, **options)
+    torch.testing.assert_close(got, want, atol=TOLERANCE[torch.float32], rtol=0)
+
+
+def test_append_writes_its_slots_and_no_other():
+    k_pages, v_pages = torch.full((4, 2, 8, 4), -1.0), torch.full((4, 2, 8, 3), -1.0)
+    k, v = torch.randn(5, 2, 4), torch.randn(5, 2, 3)
+    page, offset = torch.tensor([3, 3, 0, 2, 1]), torch.tensor([0, 7, 4, 4, 2])
+    expected_k, expected_v = k_pages.clone(), v_pages.clone()
+    reference.kv_append(k, v, expected_k, expected_v, page, offset)
+    kv_append(k, v, k_pages, v_pages, page, offset)
+    assert torch.equal(k_pages, expected_k)
+    assert torch.equal(v_pages, expected_v)
+    assert int((k_pages != -1).sum()) == k.numel()
+
+
+def test_the_compiled_path_is_the_one_in_use_for_float32(monkeypatch):
+    q, k_pages, v_pages, tables, lens, _ = paged_case([9, 3])
+    calls = []
+    monkeypatch.setattr(cpu, "paged_attention_decode", lambda *a, **k: calls.append(1) or q)
+    paged_attention_decode(q, k_pages, v_pages, tables, lens, scale=1.0)
+    assert calls == [1]
+
+
+@pytest.mark.parametrize("num_shares", [1, 2, 3, 16])
+def test_work_is_cut_into_shares_that_cover_every_item_once(num_shares):
+    lengths = torch.tensor([1, 5000, 20, 3000, 1, 1, 900], dtype=torch.int32).numpy()
+    shares = cpu._shares(lengths, 3, num_shares)
+    items = [item for low, high in shares for item in range(low, high)]
+    assert items == list(range(len(lengths) * 3))
+    assert len(shares) <= num_shares
