@@ -1,0 +1,1 @@
+"""The sequence coroutine runtime of one process; it imports no Ray."""

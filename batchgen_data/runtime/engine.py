@@ -1,0 +1,458 @@
+"""One thread owns the device: select, combine, forward, sample, manage. Callers hand it rows and wait.
+
+Several callers may wait at once; their rows share every pass. When one caller's last rows are decoding, the
+next caller's rows already fill the device, so throughput hardly depends on how rows were batched.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from array import array
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Protocol
+
+import torch
+
+from batchgen_data.errors import BatchgenError, DeviceError, InternalError, PromptTooLongError, RowError
+from batchgen_data.prompts import EncodedRow
+from batchgen_data.runtime.scheduler import Limits, Scheduler, Step
+from batchgen_data.runtime.sequence import Sequence as RunningSequence
+from batchgen_data.sampling import ResolvedSampling
+from batchgen_data.schema import Outcome
+
+logger = logging.getLogger(__name__)
+
+# Token ids of finished greedy rows kept for equal prompts to come: 8 MiB.
+_MEMO_TOKENS = 1_000_000
+
+
+class Executor(Protocol):
+    """Runs one step on some device: real, fake or simulated."""
+
+    def run(self, step: Step) -> dict[int, int | RowError]:
+        """Return, by sequence id, the result of each chunk that samples; raise if the pass failed."""
+
+
+class TokenDecoder(Protocol):
+    """The part of a tokenizer the engine needs."""
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        """Turn token ids into text."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Ending:
+    """How a generation ended, apart from the row it belongs to."""
+
+    token_ids: array[int]
+    finish_reason: str
+    stop_reason: str | None
+    stop_at: int | None
+
+
+class Ticket:
+    """Rows handed to the engine in one call; `wait` returns their outcomes in the same order."""
+
+    def __init__(self, engine: Engine, rows: Sequence[EncodedRow | RowError]) -> None:
+        self._engine = engine
+        self.rows = rows
+        self.endings: list[_Ending | RowError | None] = [
+            row if isinstance(row, RowError) else None for row in rows
+        ]
+        self.num_left = sum(1 for ending in self.endings if ending is None)
+        self.fatal: BaseException | None = None
+        self.done = threading.Event()
+        if not self.num_left:
+            self.done.set()
+
+    def settle(self, index: int, ending: _Ending | RowError) -> None:
+        """Record one row's ending (engine thread only)."""
+        if self.endings[index] is not None:
+            raise InternalError("a row was given a second outcome")
+        self.endings[index] = ending
+        self.num_left -= 1
+        if not self.num_left:
+            self.done.set()
+
+    def wait(self) -> list[Outcome]:
+        """Block until every row has its outcome.
+
+        An interrupted wait (Ctrl-C) takes the rows out of the engine.
+
+        Raises:
+            DeviceError: the device failed; the process should be replaced.
+            InternalError: the engine stopped by a bug of ours.
+        """
+        try:
+            # In slices: an uninterruptible wait would swallow Ctrl-C on some platforms.
+            while not self.done.wait(timeout=0.5):
+                pass
+        except BaseException:
+            self._engine.cancel(self)
+            raise
+        if self.fatal is not None:
+            raise self.fatal
+        return [self._outcome(row, ending) for row, ending in zip(self.rows, self.endings, strict=True)]
+
+    def _outcome(self, row: EncodedRow | RowError, ending: _Ending | RowError | None) -> Outcome:
+        num_input = len(row.prompt_token_ids) if isinstance(row, EncodedRow) else None
+        if isinstance(ending, RowError):
+            return Outcome.failed(ending, num_input)
+        if ending is None or isinstance(row, RowError):
+            raise InternalError("a row has no outcome")
+        token_ids = ending.token_ids.tolist()
+        text = ending_text(ending, token_ids, row.sampling, self._engine.decode)
+        return Outcome(
+            finish_reason=ending.finish_reason,  # type: ignore[arg-type]
+            stop_reason=ending.stop_reason,
+            num_input_tokens=num_input,
+            token_ids=token_ids,
+            text=text,
+        )
+
+
+def ending_text(
+    ending: _Ending,
+    token_ids: list[int],
+    sampling: ResolvedSampling,
+    decode: Callable[[list[int], bool], str],
+) -> str:
+    """Decode a whole generation at once, without the end token and what follows a stop string.
+
+    One decode of all ids: a character split over tokens comes out whole, and one cut off by the end of the
+    generation becomes one replacement mark.
+    """
+    by_token = ending.finish_reason == "stop" and ending.stop_at is None
+    if by_token and not sampling.include_stop_str_in_output:
+        token_ids = token_ids[:-1]
+    text = decode(token_ids, sampling.skip_special_tokens)
+    if ending.stop_at is not None:
+        kept = len(ending.stop_reason or "") if sampling.include_stop_str_in_output else 0
+        text = text[: ending.stop_at + kept]
+    return text
+
+
+class Engine:
+    """The runtime of one process: scheduler, executor and the thread that drives them.
+
+    Args:
+        executor: what runs the passes.
+        limits: what the scheduler may use.
+        tokenizer: turns ids into text.
+        context_tokens: prompt and output together at most.
+        eos_token_ids: tokens that end a generation.
+        vocab_size: token ids are below it; a row that names another fails.
+        num_threads: CPU threads of the engine thread; None leaves PyTorch's setting.
+        check: assert the scheduler's invariants after every step (slow; for tests).
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        limits: Limits,
+        tokenizer: TokenDecoder,
+        *,
+        context_tokens: int,
+        eos_token_ids: frozenset[int],
+        vocab_size: int,
+        num_threads: int | None = None,
+        check: bool = False,
+    ) -> None:
+        self.scheduler = Scheduler(limits)
+        self.context_tokens = context_tokens
+        self._executor = executor
+        self._tokenizer = tokenizer
+        self._eos_token_ids = eos_token_ids
+        self._vocab_size = vocab_size
+        self._reuse = limits.prefix_reuse
+        self._check = check
+        self._num_threads = num_threads
+        self._next_id = 0
+        self._owners: dict[int, list[tuple[Ticket, int]]] = {}
+        self._leaders: dict[tuple[Any, ...], RunningSequence] = {}
+        self._keys: dict[int, tuple[Any, ...]] = {}
+        self._sequences: dict[int, RunningSequence] = {}
+        self._memo: OrderedDict[tuple[Any, ...], _Ending] = OrderedDict()
+        self._memo_tokens = 0
+        self._inbox: deque[Ticket | _Cancel] = deque()
+        self._wake = threading.Condition()
+        self._closing = False
+        self._fatal: BaseException | None = None
+        self._counts = {
+            "rows": 0,
+            "rows_done": 0,
+            "rows_failed": 0,
+            "rows_skipped": 0,
+            "rows_shared": 0,
+            "input_tokens": 0,
+            "generated_tokens": 0,
+        }
+        self._seconds = {"schedule_s": 0.0, "run_s": 0.0, "idle_s": 0.0}
+        self._thread = threading.Thread(target=self._main, name="batchgen-engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, rows: Sequence[EncodedRow | RowError]) -> Ticket:
+        """Hand over rows; those that already failed keep their error as outcome. Returns at once.
+
+        Raises:
+            BatchgenError: the engine has stopped.
+        """
+        ticket = Ticket(self, rows)
+        with self._wake:
+            if self._fatal is not None:
+                raise self._fatal
+            if self._closing:
+                raise BatchgenError("the engine is closed")
+            self._inbox.append(ticket)
+            self._wake.notify()
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Take a ticket's unfinished rows out of the engine; returns at once."""
+        with self._wake:
+            self._inbox.append(_Cancel(ticket))
+            self._wake.notify()
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
+        """Turn token ids into text."""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def statistics(self) -> dict[str, Any]:
+        """Totals since the start: rows, tokens, yields, reuse, and where the seconds went."""
+        details = {
+            name: asdict(value)
+            for name in ("timings", "coroutine_counts")
+            if (value := getattr(self._executor, name, None)) is not None
+        }
+        return {**self._counts, **self._seconds, **self.scheduler.statistics(), **details}
+
+    def close(self) -> None:
+        """Stop the thread; waiting callers get an error. Safe to call twice."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    # Everything below runs in the engine thread.
+
+    def _main(self) -> None:
+        try:
+            if self._num_threads:
+                # OpenMP keeps this per calling thread, so it is set in the thread that computes.
+                torch.set_num_threads(self._num_threads)
+            # Once for the thread: a grad mode entered inside a coroutine would leak to the others.
+            with torch.inference_mode():
+                self._loop()
+            self._abandon(BatchgenError("the engine was closed before these rows were done"))
+        except BaseException as error:
+            fatal = (
+                error if isinstance(error, BatchgenError) else InternalError(f"the engine stopped: {error!r}")
+            )
+            fatal.__cause__ = error if fatal is not error else error.__cause__
+            logger.error("engine stopped: %s", type(error).__name__)
+            self._abandon(fatal)
+
+    def _loop(self) -> None:
+        while self._take_inbox():
+            started = time.perf_counter()
+            step = self.scheduler.plan_step()
+            planned = time.perf_counter()
+            self._seconds["schedule_s"] += planned - started
+            if step is None:
+                continue
+            try:
+                results = self._executor.run(step)
+            except Exception as error:
+                if _is_device_fault(error):
+                    raise DeviceError(f"the device failed: {_first_line(error)}") from error
+                logger.warning("a pass of %d rows raised %s", len(step.chunks), type(error).__name__)
+                finished = self.scheduler.step_failed(step, _first_line(error))
+            else:
+                ran = time.perf_counter()
+                self._seconds["run_s"] += ran - planned
+                finished = self.scheduler.complete(step, results)
+                self._counts["generated_tokens"] += len(results)
+                self._seconds["schedule_s"] += time.perf_counter() - ran
+            for sequence in finished:
+                self._deliver(sequence)
+            if self._check:
+                self.scheduler.check()
+
+    def _take_inbox(self) -> bool:
+        """Move new rows into the scheduler; wait when there is nothing to do. False means stop."""
+        while True:
+            with self._wake:
+                started = time.perf_counter()
+                while not self._inbox and not self._closing and not self.scheduler.num_unfinished:
+                    self._wake.wait()
+                self._seconds["idle_s"] += time.perf_counter() - started
+                if self._closing:
+                    return False
+                arrived, self._inbox = list(self._inbox), deque()
+            for item in arrived:
+                if isinstance(item, Ticket):
+                    self._start(item)
+                else:
+                    self._cancel(item.ticket)
+            if self.scheduler.num_unfinished:
+                return True
+
+    def _start(self, ticket: Ticket) -> None:
+        self._counts["rows"] += len(ticket.rows)
+        for index, row in enumerate(ticket.rows):
+            if isinstance(row, RowError):
+                self._count(row)
+                continue
+            self._counts["input_tokens"] += len(row.prompt_token_ids)
+            if (refusal := self._refusal(row)) is not None:
+                self._settle(ticket, index, refusal)
+                continue
+            key = self._sharing_key(row)
+            if key is not None and (ending := self._memo.get(key)) is not None:
+                self._memo.move_to_end(key)
+                self._counts["rows_shared"] += 1
+                self._settle(ticket, index, ending)
+                continue
+            if key is not None and (leader := self._leaders.get(key)) is not None:
+                self._counts["rows_shared"] += 1
+                self._owners[leader.seq_id].append((ticket, index))
+                continue
+            self._start_sequence(ticket, index, row, key)
+
+    def _refusal(self, row: EncodedRow) -> RowError | None:
+        if len(row.prompt_token_ids) >= self.context_tokens:
+            return PromptTooLongError(len(row.prompt_token_ids), self.context_tokens)
+        if max(row.prompt_token_ids) >= self._vocab_size:
+            # Some tokenizers add special tokens past the end of the model's embedding.
+            return RowError(
+                "tokenize_error",
+                f"the prompt holds token {max(row.prompt_token_ids)}, but the model's vocabulary has "
+                f"{self._vocab_size} tokens",
+            )
+        bad = next((token for token, _ in row.sampling.logit_bias if token >= self._vocab_size), None)
+        if bad is not None:
+            return RowError(
+                "invalid_sampling",
+                f"logit_bias names token {bad}, but the model's vocabulary has {self._vocab_size} tokens",
+            )
+        return None
+
+    def _start_sequence(
+        self, ticket: Ticket, index: int, row: EncodedRow, key: tuple[Any, ...] | None
+    ) -> None:
+        sampling = row.sampling
+        limit_tokens = self.context_tokens
+        if sampling.max_tokens is not None:
+            limit_tokens = min(limit_tokens, len(row.prompt_token_ids) + sampling.max_tokens)
+
+        def decode_text(token_ids: list[int]) -> str:
+            return self.decode(token_ids, sampling.skip_special_tokens)
+
+        sequence = RunningSequence(
+            self._next_id,
+            row.prompt_token_ids,
+            sampling,
+            limit_tokens=limit_tokens,
+            eos_token_ids=self._eos_token_ids,
+            row_key=row.row_key,
+            decode_text=decode_text,
+        )
+        self._next_id += 1
+        self._owners[sequence.seq_id] = [(ticket, index)]
+        self._sequences[sequence.seq_id] = sequence
+        if key is not None:
+            self._leaders[key] = sequence
+            self._keys[sequence.seq_id] = key
+        if not self.scheduler.add(sequence):
+            self._deliver(sequence)
+
+    def _sharing_key(self, row: EncodedRow) -> tuple[Any, ...] | None:
+        """Equal greedy prompts with equal settings run once; a drawn row is never shared."""
+        if not self._reuse or not row.sampling.greedy:
+            return None
+        sampling = replace(row.sampling, seed=0) if row.sampling.seed else row.sampling
+        return array("i", row.prompt_token_ids).tobytes(), sampling
+
+    def _deliver(self, sequence: RunningSequence) -> None:
+        ending: _Ending | RowError
+        if sequence.error is not None:
+            ending = sequence.error
+        else:
+            ending = _Ending(
+                array("i", sequence.generated_ids),
+                sequence.finish_reason or "length",
+                sequence.stop_reason,
+                sequence.stop_at,
+            )
+        del self._sequences[sequence.seq_id]
+        key = self._keys.pop(sequence.seq_id, None)
+        if key is not None:
+            del self._leaders[key]
+            if isinstance(ending, _Ending):
+                self._remember(key, ending)
+        for ticket, index in self._owners.pop(sequence.seq_id):
+            self._settle(ticket, index, ending)
+
+    def _settle(self, ticket: Ticket, index: int, ending: _Ending | RowError) -> None:
+        self._count(ending)
+        ticket.settle(index, ending)
+
+    def _count(self, ending: _Ending | RowError) -> None:
+        self._counts["rows_done"] += 1
+        if isinstance(ending, RowError):
+            self._counts["rows_skipped" if ending.skipped else "rows_failed"] += 1
+
+    def _remember(self, key: tuple[Any, ...], ending: _Ending) -> None:
+        self._memo[key] = ending
+        self._memo_tokens += len(ending.token_ids) + len(key[0]) // 4
+        while self._memo_tokens > _MEMO_TOKENS:
+            (prompt, _), old = self._memo.popitem(last=False)
+            self._memo_tokens -= len(old.token_ids) + len(prompt) // 4
+
+    def _cancel(self, ticket: Ticket) -> None:
+        error = RowError("cancelled", "the call that owned this row was interrupted")
+        for seq_id in [s for s, owners in self._owners.items() if any(t is ticket for t, _ in owners)]:
+            owners = self._owners[seq_id]
+            for owner in [owner for owner in owners if owner[0] is ticket]:
+                owners.remove(owner)
+                self._settle(ticket, owner[1], error)
+            if not owners:
+                # Nobody else waits for this generation.
+                sequence = self._sequences[seq_id]
+                self.scheduler.cancel(sequence, error)
+                self._deliver(sequence)
+
+    def _abandon(self, fatal: BaseException) -> None:
+        """Wake every waiting caller with the reason the engine stopped."""
+        with self._wake:
+            self._fatal = fatal
+            tickets = {id(item): item for item in self._inbox if isinstance(item, Ticket)}
+            self._inbox.clear()
+        for owners in self._owners.values():
+            tickets.update((id(ticket), ticket) for ticket, _ in owners)
+        for ticket in tickets.values():
+            ticket.fatal = fatal
+            ticket.done.set()
+
+
+@dataclass(frozen=True, slots=True)
+class _Cancel:
+    ticket: Ticket
+
+
+def _is_device_fault(error: Exception) -> bool:
+    """A CUDA fault poisons the process: every later call fails or, worse, returns rubbish."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return False
+    kinds = tuple(kind for kind in (getattr(torch, "AcceleratorError", None),) if isinstance(kind, type))
+    return isinstance(error, kinds) or "CUDA error" in str(error)
+
+
+def _first_line(error: BaseException) -> str:
+    line = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {line[:200]}"

@@ -1,0 +1,402 @@
+"""Which sequences run next, and who holds which KV pages.
+
+Pure Python: no torch, no clock, no threads. The same calls give the same decisions, so one class drives
+the real executor, the fake one of the tests, and a simulated one. `plan_step` decides one forward pass;
+`complete` takes its sampled tokens (or `step_failed` its failure).
+
+A page boundary comes at least every `page_tokens` decoded tokens, and when something finishes or arrives:
+extend the block tables of active sequences (two pages ahead), yield the youngest if pages are short, and
+refill from suspended sequences, then waiting ones, first in first out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Mapping
+
+from batchgen_data.errors import InternalError, RowError
+from batchgen_data.runtime.pages import PagePool
+from batchgen_data.runtime.sequence import Sequence, State
+
+RESERVE_PAGES = 2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """What the scheduler may use; see EngineConfig for the meaning of most.
+
+    `share_within_pass`: a page may be reused by a later sequence of the very pass that computes it. True
+    where a pass writes all its keys before it attends (one unit), false where sub-batches take turns.
+    """
+
+    num_pages: int
+    page_tokens: int = 64
+    max_sequences: int = 256
+    max_step_tokens: int = 512
+    prefix_reuse: bool = True
+    share_within_pass: bool = True
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Chunk:
+    """One sequence's share of a pass: tokens `start` to `end`, sampled from if `samples`."""
+
+    sequence: Sequence
+    start: int
+    end: int
+    samples: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Step:
+    """One forward pass: decoding sequences (one token each) first, then prefill chunks."""
+
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the pass."""
+        return sum(chunk.end - chunk.start for chunk in self.chunks)
+
+
+@dataclasses.dataclass(slots=True)
+class Counts:
+    """Running totals; see `Scheduler.statistics`."""
+
+    steps: int = 0
+    page_boundaries: int = 0
+    yields: int = 0
+    recomputed_tokens: int = 0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    reused_tokens: int = 0
+
+
+class Scheduler:
+    """Owns the queues and the page pool of one runtime.
+
+    Progress: the oldest active sequence is never made to yield, and `add` refuses a sequence that could
+    not run alone, so every accepted sequence finishes.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.pool = PagePool(limits.num_pages, limits.page_tokens)
+        self._waiting: deque[Sequence] = deque()
+        self._suspended: deque[Sequence] = deque()
+        self._active: dict[int, Sequence] = {}
+        self._suspects: deque[Sequence] = deque()
+        self._counts = Counts()
+        self._steps_to_boundary = 0
+        self._named_in_step: list[int] = []
+
+    @property
+    def num_active(self) -> int:
+        """Sequences with pages."""
+        return len(self._active)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Sequences waiting, suspended or active."""
+        return len(self._waiting) + len(self._suspended) + len(self._active) + self._num_idle_suspects()
+
+    def add(self, sequence: Sequence) -> bool:
+        """Queue a new sequence; one that can never fit fails at once and False is returned."""
+        needed = self._pages_for(sequence.limit_tokens)
+        if needed > self.limits.num_pages:
+            if (
+                sequence.sampling.max_tokens is None
+                and self._pages_for(sequence.num_tokens + 1) <= self.limits.num_pages
+            ):
+                # No output length was asked for: the pool, not the model, sets the end, and says so.
+                sequence.length_reason = "kv_memory"
+                sequence.limit_tokens = self.limits.num_pages * self.limits.page_tokens
+            else:
+                sequence.fail(
+                    RowError(
+                        "exceeds_kv_memory",
+                        f"prompt and output need {needed} KV pages ({sequence.limit_tokens} tokens), and "
+                        f"all KV memory holds {self.limits.num_pages}; lower max_tokens or raise kv_memory",
+                    )
+                )
+                sequence.state = State.FINISHED
+                return False
+        self._waiting.append(sequence)
+        self._steps_to_boundary = 0
+        return True
+
+    def cancel(self, sequence: Sequence, error: RowError) -> None:
+        """Take an unfinished sequence out, with `error` as its outcome."""
+        if sequence.state is State.FINISHED:
+            return
+        if sequence.state is State.ACTIVE:
+            self._leave(sequence)
+        elif sequence.state is State.WAITING:
+            self._waiting.remove(sequence)
+        elif not sequence.suspect:
+            self._suspended.remove(sequence)
+        if sequence.suspect:
+            self._suspects.remove(sequence)
+        sequence.fail(error)
+        sequence.state = State.FINISHED
+
+    def plan_step(self) -> Step | None:
+        """Decide the next forward pass; None when every sequence is finished."""
+        self._named_in_step.clear()
+        if self._suspects:
+            return self._plan_alone(self._suspects[0])
+        if self._steps_to_boundary <= 0:
+            self._extend()
+        chunks = [
+            Chunk(sequence, sequence.num_computed, sequence.num_tokens, True)
+            for sequence in self._active.values()
+            if sequence.decoding
+        ]
+        self._counts.decode_tokens += len(chunks)
+        budget = self.limits.max_step_tokens - len(chunks)
+        for sequence in self._active.values():
+            if budget > 0 and not sequence.decoding:
+                budget -= self._append_prefill(chunks, sequence, budget)
+        while budget > 0 and (admitted := self._admit()) is not None:
+            budget -= self._append_prefill(chunks, admitted, budget)
+        if not chunks:
+            if self.num_unfinished:
+                raise InternalError("sequences are left but none can run")
+            return None
+        # Decode tokens first: single-token chunks of any kind are attended to as one batch.
+        chunks.sort(key=lambda chunk: chunk.end - chunk.start > 1)
+        self._counts.steps += 1
+        self._steps_to_boundary -= 1
+        return Step(tuple(chunks))
+
+    def complete(self, step: Step, results: Mapping[int, int | RowError]) -> list[Sequence]:
+        """Take the result of each chunk that `samples`, by sequence id; return who finished.
+
+        A result is the sampled token, or the row's own failure (its logits were not finite).
+        """
+        finished = []
+        for chunk in step.chunks:
+            sequence = chunk.sequence
+            if sequence.state is not State.ACTIVE:
+                continue
+            sequence.num_computed = chunk.end
+            if not chunk.samples:
+                self._name_pages(sequence, chunk.end)
+                continue
+            if sequence.suspect:
+                self._clear_suspect(sequence)
+            result = results[sequence.seq_id]
+            if isinstance(result, RowError):
+                sequence.fail(result)
+                # Its keys and values may hold NaN: nobody may reuse its pages.
+                for page in sequence.pages:
+                    self.pool.forget(page)
+            else:
+                self._name_pages(sequence, chunk.end)
+                if not sequence.accept(result):
+                    continue
+            self._finish(sequence)
+            finished.append(sequence)
+        return finished
+
+    def step_failed(self, step: Step, cause: str) -> list[Sequence]:
+        """The pass raised: run its sequences alone to find the culprit; return who failed for good.
+
+        Nothing the pass computed is trusted. A sequence that fails alone gets a row error; its former
+        batch mates go on from their tokens.
+        """
+        for page in self._named_in_step:
+            self.pool.forget(page)
+        alone = len(step.chunks) == 1
+        failed = []
+        for chunk in step.chunks:
+            sequence = chunk.sequence
+            if sequence.state is not State.ACTIVE:
+                continue
+            if alone:
+                if sequence.suspect:
+                    self._clear_suspect(sequence)
+                sequence.fail(RowError("model_error", f"the forward pass raised for this row alone: {cause}"))
+                self._finish(sequence)
+                failed.append(sequence)
+            else:
+                sequence.suspect = True
+                self._yield(sequence)
+        return failed
+
+    def statistics(self) -> dict[str, int]:
+        """Totals since the start, and what is held now."""
+        return {
+            **dataclasses.asdict(self._counts),
+            "active": len(self._active),
+            "waiting": len(self._waiting),
+            "suspended": len(self._suspended) + self._num_idle_suspects(),
+            "pages": self.limits.num_pages,
+            "pages_in_use": self.pool.num_in_use,
+        }
+
+    def check(self) -> None:
+        """Assert every invariant (tests call it after each step).
+
+        Raises:
+            InternalError: pages leak or are counted twice, a queue holds a sequence in the wrong state,
+                or an active sequence has fewer pages than tokens computed.
+        """
+        self.pool.check(sequence.pages for sequence in self._active.values())
+        idle_suspects = [sequence for sequence in self._suspects if sequence.state is not State.ACTIVE]
+        for queue, state in (
+            (self._waiting, State.WAITING),
+            (self._suspended, State.SUSPENDED),
+            (idle_suspects, State.SUSPENDED),
+        ):
+            for sequence in queue:
+                if sequence.state is not state or sequence.pages or sequence.num_computed:
+                    raise InternalError(f"a {state.value} sequence holds pages or is in another state")
+        for sequence in self._active.values():
+            if sequence.state is not State.ACTIVE:
+                raise InternalError("an active sequence is in another state")
+            if sequence.num_computed > len(sequence.pages) * self.limits.page_tokens:
+                raise InternalError("a sequence computed more tokens than its pages hold")
+            if sequence.num_computed >= sequence.num_tokens:
+                raise InternalError("a sequence computed a token it does not have")
+
+    # Admission and memory.
+
+    def _pages_for(self, num_tokens: int) -> int:
+        # The last token is never written: nothing follows it.
+        return max(1, -(-(num_tokens - 1) // self.limits.page_tokens))
+
+    def _pages_wanted(self, sequence: Sequence) -> int:
+        """Pages for its tokens and the reserve, never beyond its end."""
+        now = -(-sequence.num_tokens // self.limits.page_tokens)
+        return min(now + RESERVE_PAGES, self._pages_for(sequence.limit_tokens))
+
+    def _extend(self) -> None:
+        """Page boundary: give every active sequence room for a page of tokens, oldest first."""
+        self._counts.page_boundaries += 1
+        for sequence in sorted(self._active.values(), key=lambda s: s.seq_id):
+            if sequence.state is not State.ACTIVE:
+                continue  # yielded to an older one in this very loop
+            missing = self._pages_wanted(sequence) - len(sequence.pages)
+            if missing <= 0:
+                continue
+            while self.pool.num_available < missing:
+                youngest = max(self._active.values(), key=lambda s: s.seq_id)
+                self._yield(youngest)
+                if youngest is sequence:
+                    break
+            if sequence.state is State.ACTIVE:
+                sequence.pages += self.pool.allocate(missing)
+        # A full page of the reserve is left to everyone, or the sequence's own end comes before.
+        self._steps_to_boundary = self.limits.page_tokens
+
+    def _admit(self) -> Sequence | None:
+        """Activate the first suspended, else the first waiting sequence, if its pages are to be had."""
+        queue = self._suspended or self._waiting
+        if not queue or len(self._active) >= self.limits.max_sequences:
+            return None
+        # One that yielded before comes back only when the others can also go on for a page without it,
+        # or it would be driven out again at the next boundary.
+        headroom = self._next_boundary_pages() if queue is self._suspended else 0
+        if not self._activate(queue[0], headroom):
+            return None
+        return queue.popleft()
+
+    def _activate(self, sequence: Sequence, headroom: int = 0) -> bool:
+        """Give a sequence its pages, shared ones first; False when too few are available."""
+        page_tokens = self.limits.page_tokens
+        shared: list[int] = []
+        if self.limits.prefix_reuse:
+            # At least the last token is computed, for its logits.
+            num_full = (sequence.num_tokens - 1) // page_tokens
+            shared = self.pool.match(sequence.page_names(page_tokens, num_full))
+        fresh = self._pages_wanted(sequence) - len(shared)
+        if fresh + self.pool.num_kept(shared) + headroom > self.pool.num_available:
+            return False
+        self.pool.share(shared)
+        sequence.pages = shared + self.pool.allocate(fresh)
+        sequence.num_computed = len(shared) * page_tokens
+        sequence.num_named = len(shared)
+        sequence.state = State.ACTIVE
+        self._active[sequence.seq_id] = sequence
+        self._counts.reused_tokens += sequence.num_computed
+        if sequence.num_yields:
+            self._counts.recomputed_tokens += sequence.num_tokens - 1 - sequence.num_computed
+        return True
+
+    def _next_boundary_pages(self) -> int:
+        """Pages the active sequences will ask for when each has decoded one more page of tokens."""
+        return sum(
+            1 for active in self._active.values() if self._pages_for(active.limit_tokens) > len(active.pages)
+        )
+
+    def _append_prefill(self, chunks: list[Chunk], sequence: Sequence, budget: int) -> int:
+        """Add the next prefill chunk of a sequence and return its tokens."""
+        start = sequence.num_computed
+        end = min(sequence.num_tokens, start + budget)
+        chunks.append(Chunk(sequence, start, end, end == sequence.num_tokens))
+        self._counts.prefill_tokens += end - start
+        if self.limits.share_within_pass:
+            # Named as soon as planned: a pass writes all its keys, layer by layer, before it attends, so
+            # a sequence later in this very pass may already share them (the first wave shares too).
+            self._name_pages(sequence, end)
+        return end - start
+
+    def _name_pages(self, sequence: Sequence, num_tokens: int) -> None:
+        if not self.limits.prefix_reuse:
+            return
+        num_full = num_tokens // self.limits.page_tokens
+        if num_full > sequence.num_named:
+            names = sequence.page_names(self.limits.page_tokens, num_full)
+            for index in range(sequence.num_named, num_full):
+                self.pool.name(sequence.pages[index], names[index])
+                self._named_in_step.append(sequence.pages[index])
+            sequence.num_named = num_full
+
+    # Leaving.
+
+    def _yield(self, sequence: Sequence) -> None:
+        """Suspend: pages go back; its full pages stay reusable until their memory is needed."""
+        self._leave(sequence)
+        sequence.state = State.SUSPENDED
+        sequence.num_yields += 1
+        self._counts.yields += 1
+        queue = self._suspects if sequence.suspect else self._suspended
+        if sequence not in queue:
+            # In order of arrival, before everything that waits.
+            position = next(
+                (i for i, other in enumerate(queue) if other.seq_id > sequence.seq_id), len(queue)
+            )
+            queue.insert(position, sequence)
+
+    def _finish(self, sequence: Sequence) -> None:
+        self._leave(sequence)
+        sequence.state = State.FINISHED
+        self._steps_to_boundary = 0
+
+    def _leave(self, sequence: Sequence) -> None:
+        del self._active[sequence.seq_id]
+        self.pool.release(sequence.pages)
+        sequence.pages = []
+        sequence.num_computed = 0
+        sequence.num_named = 0
+
+    # Isolation after a failed pass.
+
+    def _num_idle_suspects(self) -> int:
+        return sum(1 for sequence in self._suspects if sequence.state is not State.ACTIVE)
+
+    def _plan_alone(self, suspect: Sequence) -> Step:
+        """A pass with one suspect only; others keep their pages while there is room."""
+        if suspect.state is not State.ACTIVE:
+            while not self._activate(suspect):
+                self._yield(max(self._active.values(), key=lambda s: s.seq_id))
+        chunks: list[Chunk] = []
+        self._append_prefill(chunks, suspect, self.limits.max_step_tokens)
+        self._counts.steps += 1
+        return Step(tuple(chunks))
+
+    def _clear_suspect(self, sequence: Sequence) -> None:
+        sequence.suspect = False
+        self._suspects.remove(sequence)

@@ -1,0 +1,89 @@
+"""A deterministic stand-in for a model: instant, and able to fail on demand."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+
+from batchgen_data.errors import RowError
+from batchgen_data.prompts import EncodedRow
+from batchgen_data.runtime.scheduler import Step
+from batchgen_data.sampling import ResolvedSampling
+
+VOCAB_SIZE = 1000
+
+
+def sampling(**settings) -> ResolvedSampling:
+    """Concrete settings: greedy, everything else off, unless given."""
+    return ResolvedSampling(**{"temperature": 0.0, **settings})
+
+
+def row(prompt, **settings) -> EncodedRow:
+    """A row ready to run."""
+    return EncodedRow(prompt_token_ids=list(prompt), sampling=sampling(**settings), row_key=b"")
+
+
+def next_token(token_ids) -> int:
+    """The token a sequence goes on with: a function of everything before it."""
+    digest = hashlib.blake2b(array("q", token_ids).tobytes(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") % VOCAB_SIZE
+
+
+def expected(prompt, count) -> list[int]:
+    """The `count` tokens that a fault-free run generates after `prompt`."""
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append(next_token(ids))
+    return ids[len(prompt) :]
+
+
+class FakeExecutor:
+    """Remembers what each page slot was written with, and answers only from that.
+
+    A token computed from a page that holds something else (a wrong share, a page reused too early, a
+    missing recomputation) raises: schedules are checked, not just counted.
+    """
+
+    def __init__(self, page_tokens: int, *, write_at_once: bool = True):
+        self.page_tokens = page_tokens
+        self.slots: dict[tuple[int, int], tuple[int, ...]] = {}
+        self.write_at_once = write_at_once
+        self.num_steps = 0
+        self.step_sizes: list[int] = []
+        self.active_sizes: list[int] = []
+        self.fault = None  # called with the step; may raise
+        self.non_finite: set[int] = set()
+
+    def run(self, step: Step) -> dict[int, int | RowError]:
+        self.num_steps += 1
+        self.step_sizes.append(step.num_tokens)
+        self.active_sizes.append(len(step.chunks))
+        if self.fault is not None:
+            self.fault(step)
+        if self.write_at_once:
+            for chunk in step.chunks:
+                self._write(chunk)
+        results = {}
+        for chunk in step.chunks:
+            if not self.write_at_once:
+                self._write(chunk)
+            self._read(chunk)
+            if chunk.samples:
+                sequence = chunk.sequence
+                if sequence.seq_id in self.non_finite:
+                    results[sequence.seq_id] = RowError("non_finite_logits", "NaN")
+                else:
+                    results[sequence.seq_id] = next_token(sequence.token_ids)
+        return results
+
+    def _write(self, chunk):
+        ids = chunk.sequence.token_ids
+        for at in range(chunk.start, chunk.end):
+            page = chunk.sequence.pages[at // self.page_tokens]
+            self.slots[page, at % self.page_tokens] = tuple(ids[: at + 1])
+
+    def _read(self, chunk):
+        ids = chunk.sequence.token_ids
+        for at in range(chunk.end):
+            page = chunk.sequence.pages[at // self.page_tokens]
+            assert self.slots.get((page, at % self.page_tokens)) == tuple(ids[: at + 1]), "wrong KV was read"

@@ -1,0 +1,105 @@
+"""Every architecture through the runtime: logits equal to the model's own forward pass.
+
+Prefill in chunks, decode, after suspension, with and without prefix reuse, as one unit and as sub-batches
+that combine at the sparse blocks.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from batchgen_data.models import attention
+from batchgen_data.models.attention import KVPool
+from batchgen_data.models.wrap import install_yield_points, sparse_blocks
+from batchgen_data.runtime import executor as executor_module
+from batchgen_data.runtime.executor import TorchExecutor
+from batchgen_data.runtime.scheduler import Limits, Scheduler
+from batchgen_data.runtime.sequence import Sequence
+from fake_model import sampling
+from tiny_models import FAMILIES, VOCAB_SIZE, tiny_model
+
+PAGE_TOKENS = 4
+NEW_TOKENS = 26
+TIGHT_PAGES = 18
+TOLERANCE = 1e-4
+
+MODES = {
+    "roomy": {"num_pages": 128, "prefix_reuse": True},
+    "no reuse": {"num_pages": 128, "prefix_reuse": False},
+    "tight": {"num_pages": TIGHT_PAGES, "prefix_reuse": True},
+    "tight, no reuse": {"num_pages": TIGHT_PAGES, "prefix_reuse": False},
+    "sub-batches": {"num_pages": TIGHT_PAGES, "prefix_reuse": True, "sub_batch": 2},
+}
+
+
+def prompts() -> list[list[int]]:
+    """Lengths around page and window edges; half of them share a prefix of 21 tokens."""
+    generator = torch.Generator().manual_seed(7)
+    shared = torch.randint(5, VOCAB_SIZE, (21,), generator=generator).tolist()
+    own = [torch.randint(5, VOCAB_SIZE, (n,), generator=generator).tolist() for n in (1, 8, 17, 40, 3, 12, 1)]
+    return [own[0], shared + own[4], own[1], shared + own[5], own[2], own[3], shared + own[6]]
+
+
+def run(model, shapes, monkeypatch, *, num_pages, prefix_reuse, sub_batch=None):
+    """Greedy decoding of all prompts; returns the sequences and every logit row that was sampled from."""
+    recorded: dict[tuple[int, int], torch.Tensor] = {}
+    real_sample = executor_module.sample
+
+    def sample(logits, sequences):
+        for row, sequence in zip(logits, sequences, strict=True):
+            recorded[sequence.seq_id, sequence.num_tokens - 1] = row.clone()
+        return real_sample(logits, sequences)
+
+    monkeypatch.setattr(executor_module, "sample", sample)
+    pool = KVPool(shapes, num_pages, PAGE_TOKENS, torch.device("cpu"))
+    for pages in (*pool.k.values(), *pool.v.values()):
+        pages.fill_(float("nan"))  # whatever is read before it is written shows
+    limits = Limits(
+        num_pages=num_pages,
+        page_tokens=PAGE_TOKENS,
+        max_sequences=6,
+        max_step_tokens=20,
+        prefix_reuse=prefix_reuse,
+        share_within_pass=sub_batch is None,
+    )
+    scheduler = Scheduler(limits)
+    executor = TorchExecutor(model, pool, sub_batch=sub_batch)
+    sequences = [
+        Sequence(i, ids, sampling(max_tokens=NEW_TOKENS), limit_tokens=len(ids) + NEW_TOKENS)
+        for i, ids in enumerate(prompts())
+    ]
+    with torch.inference_mode():
+        for sequence in sequences:
+            assert scheduler.add(sequence)
+        while (step := scheduler.plan_step()) is not None:
+            scheduler.complete(step, executor.run(step))
+            scheduler.check()
+    return sequences, recorded, scheduler.statistics(), executor.coroutine_counts
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_equal_the_plain_forward(family, monkeypatch):
+    plain = tiny_model(family)
+    model = tiny_model(family)
+    shapes = attention.install(model)
+    install_yield_points(sparse_blocks(model))
+    references: dict[tuple[int, ...], torch.Tensor] = {}
+    for name, mode in MODES.items():
+        with monkeypatch.context() as patch:
+            sequences, recorded, statistics, counts = run(model, shapes, patch, **mode)
+        for sequence in sequences:
+            assert sequence.finish_reason == "length", name
+            assert sequence.num_generated == NEW_TOKENS
+            ids = tuple(sequence.token_ids)
+            if ids not in references:
+                with torch.inference_mode():
+                    references[ids] = plain(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
+            for position in range(sequence.num_prompt - 1, len(ids) - 1):
+                want, got = references[ids][position], recorded[sequence.seq_id, position]
+                assert float((want - got).abs().max()) < TOLERANCE, (name, sequence.seq_id, position)
+                assert int(want.argmax()) == ids[position + 1], (name, sequence.seq_id, position)
+        assert (statistics["yields"] > 0) == (mode["num_pages"] == TIGHT_PAGES), name
+        assert (statistics["reused_tokens"] > 0) == mode["prefix_reuse"], name
+        combined = "sub_batch" in mode and bool(sparse_blocks(model))
+        assert (counts.combines > 0) == combined, name
