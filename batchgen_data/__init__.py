@@ -1,0 +1,63 @@
+"""BatchGen Data: a Ray Data stage that completes rows with a language model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from batchgen_data.config import EngineConfig
+from batchgen_data.errors import (
+    BatchgenError,
+    CommitError,
+    ConfigError,
+    DeviceError,
+    InputError,
+    InternalError,
+    JobError,
+    PlanError,
+    PromptError,
+    PromptTooLongError,
+    RowError,
+    UnsafeModelError,
+)
+from batchgen_data.prompts import PromptSpec
+from batchgen_data.sampling import SamplingParams
+from batchgen_data.schema import Outcome
+
+if TYPE_CHECKING:
+    from batchgen_data.llm import LLM
+    from batchgen_data.operator import BatchGenLLM, generate
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LLM",
+    "BatchGenLLM",
+    "BatchgenError",
+    "CommitError",
+    "ConfigError",
+    "DeviceError",
+    "EngineConfig",
+    "InputError",
+    "InternalError",
+    "JobError",
+    "Outcome",
+    "PlanError",
+    "PromptError",
+    "PromptSpec",
+    "PromptTooLongError",
+    "RowError",
+    "SamplingParams",
+    "UnsafeModelError",
+    "generate",
+]
+
+# These import torch and transformers (several seconds); `batchgen --help` and job code do without.
+_HEAVY = {"LLM": "llm", "BatchGenLLM": "operator", "generate": "operator"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HEAVY:
+        from importlib import import_module
+
+        return getattr(import_module(f"batchgen_data.{_HEAVY[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
