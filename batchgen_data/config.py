@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -23,6 +24,11 @@ _UNITS = {
     "GIB": 2**30,
     "TIB": 2**40,
 }
+
+# Rows at hand per row that an engine decodes at once. A call ends with its slowest row: where one row in 64
+# is 64 times longer than the others, calls of 64 rows need this many at once to keep the engine full.
+_ROWS_IN_FLIGHT_FACTOR = 16
+_MOST_CALLS = 512
 
 
 def parse_bytes(value: int | str, field: str) -> int:
@@ -125,3 +131,13 @@ def fingerprint(settings: Mapping[str, Any]) -> str:
     """Return a short digest of JSON-able settings, independent of key order."""
     text = json.dumps(settings, sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def calls_in_flight(max_sequences: int, batch_size: int) -> int:
+    """Calls that one actor should have at once, so that its engine never waits for rows.
+
+    Args:
+        max_sequences: rows an engine decodes together at most.
+        batch_size: rows of one call.
+    """
+    return min(_MOST_CALLS, max(4, math.ceil(_ROWS_IN_FLIGHT_FACTOR * max_sequences / batch_size)))

@@ -15,7 +15,7 @@ from batchgen_data.errors import ConfigError
 from batchgen_data.models.load import load_tokenizer, resolve_source
 from batchgen_data.prompts import EncodedRow, PromptSpec, encode_prompts, encode_rows
 from batchgen_data.runtime.startup import start_engine
-from batchgen_data.sampling import SamplingParams
+from batchgen_data.sampling import SamplingParams, resolve, sources
 from batchgen_data.schema import Outcome, append_results, check_columns
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
@@ -183,6 +183,27 @@ class LLM:
     def sampling_defaults(self) -> SamplingParams:
         """The model's own settings, from its generation config."""
         return self._loaded.sampling_defaults
+
+    def record(self, sampling: SamplingParams) -> dict[str, Any]:
+        """What was resolved, for a run record: device, context, sampling settings and where each came from.
+
+        Args:
+            sampling: the job's settings.
+        """
+        loaded = self._loaded
+        resolved = resolve(sampling, loaded.sampling_defaults)
+        parameter = next(loaded.model.parameters())
+        return {
+            "architecture": type(loaded.model).__name__,
+            "revision": loaded.source.revision,
+            "device": str(parameter.device),
+            "dtype": str(parameter.dtype).removeprefix("torch."),
+            "context_tokens": self._engine.context_tokens,
+            "kv_pages": self._engine.scheduler.limits.num_pages,
+            "page_tokens": self._engine.scheduler.limits.page_tokens,
+            "sampling": dataclasses.asdict(resolved),
+            "sampling_sources": sources(sampling, loaded.sampling_defaults),
+        }
 
     def statistics(self) -> dict[str, Any]:
         """Totals since the start: rows, tokens, yields, reuse, and where the seconds went."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from batchgen_data.config import EngineConfig, check_names
+from batchgen_data.config import EngineConfig, calls_in_flight, check_names
 from batchgen_data.errors import ConfigError, JobError
 from batchgen_data.llm import LLM, as_sampling, prompt_spec
 from batchgen_data.models.load import resolve_source
@@ -42,9 +42,6 @@ _STAGE_OPTIONS = (
 )
 
 PROGRESS_COUNTS = ("rows_done", "rows_failed", "rows_skipped", "input_tokens", "generated_tokens")
-
-# Rows handed to an engine beyond those it decodes at once, so that it never waits for the next call.
-_ROWS_IN_FLIGHT_FACTOR = 2
 
 
 class BatchGenLLM:
@@ -140,6 +137,10 @@ class BatchGenLLM:
             table, outcomes, generated_tokens=self._generated_tokens, prefix=self._output_prefix
         )
 
+    def record(self) -> dict[str, Any]:
+        """What this actor resolved, for a run record: device, context, sampling and where each came from."""
+        return self._llm.record(self._sampling)
+
     def statistics(self) -> dict[str, Any]:
         """Totals of this actor's engine since the start."""
         return self._llm.statistics()
@@ -204,8 +205,7 @@ def generate(
         num_actors = max(1, int(gpus // num_gpus)) if num_gpus else len(nodes)
     num_actors = _positive(num_actors, "num_actors")
     actors_per_node = math.ceil(num_actors / len(nodes))
-    # Each engine decodes up to max_sequences rows; as many again wait their turn.
-    calls = max(2, math.ceil(_ROWS_IN_FLIGHT_FACTOR * config.max_sequences / batch_size))
+    calls = calls_in_flight(config.max_sequences, batch_size)
     return ds.repartition(target_num_rows_per_block=batch_size).map_batches(
         BatchGenLLM,
         fn_constructor_kwargs={"model": model, "actors_per_node": actors_per_node, **options},
@@ -220,7 +220,6 @@ def generate(
             max_tasks_in_flight_per_actor=2 * calls,
             enable_true_multi_threading=True,
         ),
-        scheduling_strategy="SPREAD",
     )
 
 

@@ -325,11 +325,13 @@ def _read_prompts(table: pa.Table, spec: PromptSpec) -> list[Prompt | RowError]:
 
 def _render_prompts(table: pa.Table, spec: PromptSpec, source: str) -> list[Prompt | RowError]:
     template = compile_template(source)
-    present = table.schema.names
+    # The row's name for random draws is not part of its content: a template that walks over `row` sees none.
+    present = [name for name in table.schema.names if name != spec.row_id_column]
     named = template.columns(present)
     needed = list(dict.fromkeys(present)) if template.reads_whole_row(present) else list(named)
     # Names that occur twice cannot be asked for (check_schema), only met in passing: take the first.
-    cells = [read_cells(table.column(present.index(name)), name) for name in needed]
+    columns = {name: table.schema.names.index(name) for name in needed}
+    cells = [read_cells(table.column(index), name) for name, index in columns.items()]
     skips = spec.on_null == "skip"
     prompts: list[Prompt | RowError] = []
     for index in range(table.num_rows):

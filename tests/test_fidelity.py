@@ -1,7 +1,7 @@
 """Every architecture through the runtime: logits equal to the model's own forward pass.
 
-Prefill in chunks, decode, after suspension, with and without prefix reuse, as one unit and as sub-batches
-that combine at the sparse blocks.
+Prefill in chunks, decode, after suspension, with and without prefix reuse, as one unit, in lanes side by
+side, and as sub-batches that combine at the sparse blocks.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ MODES = {
     "no reuse": {"num_pages": 128, "prefix_reuse": False},
     "tight": {"num_pages": TIGHT_PAGES, "prefix_reuse": True},
     "tight, no reuse": {"num_pages": TIGHT_PAGES, "prefix_reuse": False},
+    "lanes": {"num_pages": TIGHT_PAGES, "prefix_reuse": True, "num_threads": 2},
     "sub-batches": {"num_pages": TIGHT_PAGES, "prefix_reuse": True, "sub_batch": 2},
 }
 
@@ -41,7 +42,7 @@ def prompts() -> list[list[int]]:
     return [own[0], shared + own[4], own[1], shared + own[5], own[2], own[3], shared + own[6]]
 
 
-def run(model, shapes, monkeypatch, *, num_pages, prefix_reuse, sub_batch=None):
+def run(model, shapes, monkeypatch, *, num_pages, prefix_reuse, sub_batch=None, num_threads=1):
     """Greedy decoding of all prompts; returns the sequences and every logit row that was sampled from."""
     recorded: dict[tuple[int, int], torch.Tensor] = {}
     real_sample = executor_module.sample
@@ -52,6 +53,8 @@ def run(model, shapes, monkeypatch, *, num_pages, prefix_reuse, sub_batch=None):
         return real_sample(logits, sequences)
 
     monkeypatch.setattr(executor_module, "sample", sample)
+    # Passes of this test are small: without the limit they would never be cut.
+    monkeypatch.setattr(executor_module, "_LEAST_LANE_TOKENS", 2)
     pool = KVPool(shapes, num_pages, PAGE_TOKENS, torch.device("cpu"))
     for pages in (*pool.k.values(), *pool.v.values()):
         pages.fill_(float("nan"))  # whatever is read before it is written shows
@@ -61,10 +64,9 @@ def run(model, shapes, monkeypatch, *, num_pages, prefix_reuse, sub_batch=None):
         max_sequences=6,
         max_step_tokens=20,
         prefix_reuse=prefix_reuse,
-        share_within_pass=sub_batch is None,
     )
     scheduler = Scheduler(limits)
-    executor = TorchExecutor(model, pool, sub_batch=sub_batch)
+    executor = TorchExecutor(model, pool, sub_batch=sub_batch, num_threads=num_threads)
     sequences = [
         Sequence(i, ids, sampling(max_tokens=NEW_TOKENS), limit_tokens=len(ids) + NEW_TOKENS)
         for i, ids in enumerate(prompts())
@@ -75,6 +77,7 @@ def run(model, shapes, monkeypatch, *, num_pages, prefix_reuse, sub_batch=None):
         while (step := scheduler.plan_step()) is not None:
             scheduler.complete(step, executor.run(step))
             scheduler.check()
+    torch.set_num_threads(1)
     return sequences, recorded, scheduler.statistics(), executor.coroutine_counts
 
 

@@ -1,7 +1,7 @@
 """Runs one planned step on the device: pack, forward, sample.
 
-All tokens of a pass, prefill chunks and decoded tokens alike, are packed into one row; only the last token
-of each sequence that needs one goes through the output head.
+All tokens of a pass (or of one of its lanes), prefill chunks and decoded tokens alike, are packed into one
+row; only the last token of each sequence that needs one goes through the output head.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import torch
 from transformers import PreTrainedModel
@@ -29,19 +30,44 @@ class Timings:
     sample_s: float = 0.0
 
 
+# Below this many tokens a pass reads more weights than it computes with them: one part reads them once.
+_LEAST_LANE_TOKENS = 16
+# Lanes more uneven than this would wait for the longest one.
+_MOST_LANE_SHARE = 1.35
+
+
 class TorchExecutor:
     """The executor for real models, on a CPU or a GPU.
 
+    On a CPU a pass is cut into lanes, parts of about equal size that run side by side on a thread each,
+    where it has enough sequences for that. Threads inside one matrix product meet at a barrier after each
+    of some 200 products a pass; lanes meet once (measured: docs/performance.md).
+
     Call it with `torch.inference_mode` on, from one thread.
+
+    Args:
+        model: switched to paged attention by `models.attention.install`.
+        pool: its KV pages.
+        sub_batch: sequences of one attention sub-batch; None runs sequences of a lane as one unit.
+        num_threads: CPU threads to use; 1 on a GPU.
     """
 
-    def __init__(self, model: PreTrainedModel, pool: KVPool, *, sub_batch: int | None = None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, pool: KVPool, *, sub_batch: int | None = None, num_threads: int = 1
+    ) -> None:
         self.model = model
         self.pool = pool
         self.sub_batch = sub_batch
+        self.num_threads = num_threads
         self.coroutine_counts = CoroutineCounts()
         self.timings = Timings()
         self.device = model.get_input_embeddings().weight.device
+        self._others = ThreadPoolExecutor(
+            max(1, num_threads - 1),
+            thread_name_prefix="batchgen-lane",
+            initializer=torch.set_num_threads,
+            initargs=(1,),
+        )
 
     def run(self, step: Step) -> dict[int, int | RowError]:
         """Run the pass and return, by sequence id, the token or row error of each chunk that samples.
@@ -50,11 +76,12 @@ class TorchExecutor:
             Exception: whatever the model raises; nothing of the step counts then.
         """
         started = time.perf_counter()
-        groups = self._groups(step)
-        forwards = [self._forward(group) for group in groups]
+        lanes = self._lanes(step)
+        forwards = [self._forward(chunks) for chunks in lanes]
         packed = time.perf_counter()
-        logits = torch.cat(run_sub_batches(forwards, self.coroutine_counts))
-        sequences = [chunk.sequence for group in groups for chunk in group if chunk.samples]
+        side_by_side = len(lanes) > 1 and not self.sub_batch
+        logits = torch.cat(self._run_lanes(forwards) if side_by_side else self._run_together(forwards))
+        sequences = [chunk.sequence for chunks in lanes for chunk in chunks if chunk.samples]
         # Reading a result back waits for the device; before that, clocks would time the launch only.
         computed = time.perf_counter()
         results = sample(logits, sequences) if sequences else []
@@ -64,11 +91,39 @@ class TorchExecutor:
         self.timings.sample_s += sampled - computed
         return {sequence.seq_id: result for sequence, result in zip(sequences, results, strict=True)}
 
-    def _groups(self, step: Step) -> list[tuple[Chunk, ...]]:
-        if not self.sub_batch or len(step.chunks) <= self.sub_batch:
+    def _run_together(self, forwards: list[Callable[[], torch.Tensor]]) -> list[torch.Tensor]:
+        """As coroutines of this thread, which combine at the model's yield points."""
+        if self.num_threads > 1:
+            torch.set_num_threads(self.num_threads)
+        return run_sub_batches(forwards, self.coroutine_counts)
+
+    def _run_lanes(self, forwards: list[Callable[[], torch.Tensor]]) -> list[torch.Tensor]:
+        """Side by side, each on one thread."""
+        torch.set_num_threads(1)
+        others = [self._others.submit(_in_inference_mode, forward) for forward in forwards[1:]]
+        try:
+            first = forwards[0]()
+        finally:
+            wait(others)  # nobody may still write pages when a failed step is taken apart
+        return [first, *(other.result() for other in others)]
+
+    def _lanes(self, step: Step) -> list[tuple[Chunk, ...]]:
+        if self.sub_batch:
+            starts = range(0, len(step.chunks), self.sub_batch)
+            return [step.chunks[start : start + self.sub_batch] for start in starts]
+        num_lanes = min(self.num_threads, step.num_tokens // _LEAST_LANE_TOKENS)
+        if num_lanes < 2:
             return [step.chunks]
-        starts = range(0, len(step.chunks), self.sub_batch)
-        return [step.chunks[start : start + self.sub_batch] for start in starts]
+        lanes: list[list[Chunk]] = [[] for _ in range(num_lanes)]
+        sizes = [0] * num_lanes
+        # Largest first, each to the emptiest lane.
+        for chunk in sorted(step.chunks, key=lambda chunk: chunk.start - chunk.end):
+            lane = sizes.index(min(sizes))
+            lanes[lane].append(chunk)
+            sizes[lane] += chunk.end - chunk.start
+        if max(sizes) > _MOST_LANE_SHARE * step.num_tokens / num_lanes:
+            return [step.chunks]  # one long chunk: its products are shared by all threads instead
+        return [tuple(reversed(lane)) for lane in lanes]
 
     def _forward(self, chunks: tuple[Chunk, ...]) -> Callable[[], torch.Tensor]:
         """Pack one sub-batch; the returned closure gives the logits [rows that sample, vocabulary]."""
@@ -131,3 +186,9 @@ class TorchExecutor:
             prefills.append(Prefill(first, last, page_ids, chunk.end))
             first = last
         return tuple(prefills)
+
+
+@torch.inference_mode()
+def _in_inference_mode(forward: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """Grad modes belong to a thread."""
+    return forward()

@@ -26,16 +26,16 @@ RESERVE_PAGES = 2
 class Limits:
     """What the scheduler may use; see EngineConfig for the meaning of most.
 
-    `share_within_pass`: a page may be reused by a later sequence of the very pass that computes it. True
-    where a pass writes all its keys before it attends (one unit), false where sub-batches take turns.
+    `max_chunk_tokens`: tokens of one sequence in one pass at most, so that a pass can be cut into parts
+    that run side by side; None leaves it to `max_step_tokens`.
     """
 
     num_pages: int
     page_tokens: int = 64
     max_sequences: int = 256
     max_step_tokens: int = 512
+    max_chunk_tokens: int | None = None
     prefix_reuse: bool = True
-    share_within_pass: bool = True
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class Scheduler:
         self._suspects: deque[Sequence] = deque()
         self._counts = Counts()
         self._steps_to_boundary = 0
-        self._named_in_step: list[int] = []
+        self._planned_names: set[bytes] = set()
 
     @property
     def num_active(self) -> int:
@@ -143,7 +143,7 @@ class Scheduler:
 
     def plan_step(self) -> Step | None:
         """Decide the next forward pass; None when every sequence is finished."""
-        self._named_in_step.clear()
+        self._planned_names.clear()
         if self._suspects:
             return self._plan_alone(self._suspects[0])
         if self._steps_to_boundary <= 0:
@@ -182,7 +182,7 @@ class Scheduler:
                 continue
             sequence.num_computed = chunk.end
             if not chunk.samples:
-                self._name_pages(sequence, chunk.end)
+                self._name_pages(sequence)
                 continue
             if sequence.suspect:
                 self._clear_suspect(sequence)
@@ -193,7 +193,7 @@ class Scheduler:
                 for page in sequence.pages:
                     self.pool.forget(page)
             else:
-                self._name_pages(sequence, chunk.end)
+                self._name_pages(sequence)
                 if not sequence.accept(result):
                     continue
             self._finish(sequence)
@@ -206,8 +206,6 @@ class Scheduler:
         Nothing the pass computed is trusted. A sequence that fails alone gets a row error; its former
         batch mates go on from their tokens.
         """
-        for page in self._named_in_step:
-            self.pool.forget(page)
         alone = len(step.chunks) == 1
         failed = []
         for chunk in step.chunks:
@@ -304,13 +302,20 @@ class Scheduler:
         return queue.popleft()
 
     def _activate(self, sequence: Sequence, headroom: int = 0) -> bool:
-        """Give a sequence its pages, shared ones first; False when too few are available."""
+        """Give a sequence its pages, shared ones first; False when it has to wait.
+
+        It waits when too few pages are available, and when this very pass computes a page that it could
+        share: from the next pass on it does not have to compute that again (the first wave shares too).
+        """
         page_tokens = self.limits.page_tokens
         shared: list[int] = []
         if self.limits.prefix_reuse:
             # At least the last token is computed, for its logits.
             num_full = (sequence.num_tokens - 1) // page_tokens
-            shared = self.pool.match(sequence.page_names(page_tokens, num_full))
+            names = sequence.page_names(page_tokens, num_full)
+            shared = self.pool.match(names)
+            if len(shared) < num_full and names[len(shared)] in self._planned_names:
+                return False
         fresh = self._pages_wanted(sequence) - len(shared)
         if fresh + self.pool.num_kept(shared) + headroom > self.pool.num_available:
             return False
@@ -334,24 +339,24 @@ class Scheduler:
     def _append_prefill(self, chunks: list[Chunk], sequence: Sequence, budget: int) -> int:
         """Add the next prefill chunk of a sequence and return its tokens."""
         start = sequence.num_computed
-        end = min(sequence.num_tokens, start + budget)
+        end = min(sequence.num_tokens, start + min(budget, self.limits.max_chunk_tokens or budget))
         chunks.append(Chunk(sequence, start, end, end == sequence.num_tokens))
         self._counts.prefill_tokens += end - start
-        if self.limits.share_within_pass:
-            # Named as soon as planned: a pass writes all its keys, layer by layer, before it attends, so
-            # a sequence later in this very pass may already share them (the first wave shares too).
-            self._name_pages(sequence, end)
+        if self.limits.prefix_reuse:
+            num_full = end // self.limits.page_tokens
+            names = sequence.page_names(self.limits.page_tokens, num_full)
+            self._planned_names.update(names[sequence.num_named :])
         return end - start
 
-    def _name_pages(self, sequence: Sequence, num_tokens: int) -> None:
+    def _name_pages(self, sequence: Sequence) -> None:
+        """Publish the full pages computed so far for reuse."""
         if not self.limits.prefix_reuse:
             return
-        num_full = num_tokens // self.limits.page_tokens
+        num_full = sequence.num_computed // self.limits.page_tokens
         if num_full > sequence.num_named:
             names = sequence.page_names(self.limits.page_tokens, num_full)
             for index in range(sequence.num_named, num_full):
                 self.pool.name(sequence.pages[index], names[index])
-                self._named_in_step.append(sequence.pages[index])
             sequence.num_named = num_full
 
     # Leaving.
@@ -385,7 +390,8 @@ class Scheduler:
     # Isolation after a failed pass.
 
     def _num_idle_suspects(self) -> int:
-        return sum(1 for sequence in self._suspects if sequence.state is not State.ACTIVE)
+        # A copy first: `statistics` is called from other threads.
+        return sum(1 for sequence in tuple(self._suspects) if sequence.state is not State.ACTIVE)
 
     def _plan_alone(self, suspect: Sequence) -> Step:
         """A pass with one suspect only; others keep their pages while there is room."""

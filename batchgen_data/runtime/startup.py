@@ -48,14 +48,19 @@ def start_engine(
     blocks = sparse_blocks(loaded.model) if config.attention_sub_batch else []
     install_yield_points(blocks)
     pool = KVPool(shapes, num_pages, config.page_tokens, device)
-    executor = TorchExecutor(loaded.model, pool, sub_batch=config.attention_sub_batch if blocks else None)
+    executor = TorchExecutor(
+        loaded.model,
+        pool,
+        sub_batch=config.attention_sub_batch if blocks else None,
+        num_threads=num_threads if device.type == "cpu" else 1,
+    )
     limits = Limits(
         num_pages=num_pages,
         page_tokens=config.page_tokens,
         max_sequences=config.max_sequences,
         max_step_tokens=config.max_step_tokens,
+        max_chunk_tokens=-(-config.max_step_tokens // executor.num_threads),
         prefix_reuse=config.prefix_reuse,
-        share_within_pass=executor.sub_batch is None,
     )
     engine = Engine(
         executor,

@@ -44,10 +44,9 @@ class FakeExecutor:
     missing recomputation) raises: schedules are checked, not just counted.
     """
 
-    def __init__(self, page_tokens: int, *, write_at_once: bool = True):
+    def __init__(self, page_tokens: int):
         self.page_tokens = page_tokens
         self.slots: dict[tuple[int, int], tuple[int, ...]] = {}
-        self.write_at_once = write_at_once
         self.num_steps = 0
         self.step_sizes: list[int] = []
         self.active_sizes: list[int] = []
@@ -60,13 +59,10 @@ class FakeExecutor:
         self.active_sizes.append(len(step.chunks))
         if self.fault is not None:
             self.fault(step)
-        if self.write_at_once:
-            for chunk in step.chunks:
-                self._write(chunk)
         results = {}
-        for chunk in step.chunks:
-            if not self.write_at_once:
-                self._write(chunk)
+        # Each sequence writes and reads on its own: parts of a pass may run in any order.
+        for chunk in reversed(step.chunks):
+            self._write(chunk)
             self._read(chunk)
             if chunk.samples:
                 sequence = chunk.sequence

@@ -55,11 +55,11 @@ rows = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 25), st.integers(0,
     max_sequences=st.integers(1, 6),
     extra_tokens=st.integers(0, 20),
     reuse=st.booleans(),
-    within_pass=st.booleans(),
+    max_chunk_tokens=st.sampled_from([None, 1, 3, 8]),
     faults=st.sets(st.integers(0, 40), max_size=3),
 )
 def test_any_schedule_ends_with_the_right_tokens(
-    rows, num_pages, page_tokens, max_sequences, extra_tokens, reuse, within_pass, faults
+    rows, num_pages, page_tokens, max_sequences, extra_tokens, reuse, max_chunk_tokens, faults
 ):
     """Random rows (many with equal prefixes), pools, budgets and failing passes."""
     config = limits(
@@ -68,10 +68,10 @@ def test_any_schedule_ends_with_the_right_tokens(
         max_sequences=max_sequences,
         max_step_tokens=max_sequences + extra_tokens,
         prefix_reuse=reuse,
-        share_within_pass=within_pass,
+        max_chunk_tokens=max_chunk_tokens,
     )
     scheduler = Scheduler(config)
-    executor = FakeExecutor(page_tokens, write_at_once=within_pass)
+    executor = FakeExecutor(page_tokens)
 
     def fault(step):
         if executor.num_steps in faults and len(step.chunks) > 1:
@@ -124,24 +124,23 @@ def test_one_row_is_not_driven_out_again_and_again():
 
 
 def test_the_first_wave_shares_its_prefix():
-    """Case 68: rows admitted in the same pass as the first one already reuse its pages."""
+    """Case 68: rows that arrive together compute their common prefix once."""
     prefix = list(range(100, 140))
     scheduler = Scheduler(limits(max_step_tokens=64))
     executor = FakeExecutor(4)
     sequences = [sequence(i, [*prefix, i], 3) for i in range(8)]
     for s in sequences:
         scheduler.add(s)
-    first = scheduler.plan_step()
-    assert [chunk.end - chunk.start for chunk in sorted(first.chunks, key=lambda c: c.sequence.seq_id)] == [
-        41,
-        *[1] * 7,
-    ]
-    scheduler.complete(first, executor.run(first))
+    sizes = []
+    for _ in range(2):
+        step = scheduler.plan_step()
+        sizes.append(sorted(chunk.end - chunk.start for chunk in step.chunks))
+        scheduler.complete(step, executor.run(step))
+    assert sizes == [[41], [1] * 8]
     drain(scheduler, executor)
     statistics = scheduler.statistics()
     assert statistics["reused_tokens"] == 7 * 40
     assert statistics["prefill_tokens"] == 41 + 7
-    assert statistics["pages"] == 64
 
 
 def test_without_reuse_every_prompt_is_computed():

@@ -1,0 +1,362 @@
+"""The command line: ``batchgen run`` and ``batchgen preview``.
+
+Exit codes: 0 every row is accounted for without an error (rows may be skipped), 3 finished with row errors,
+2 bad options or files, found before anything ran, 1 failed, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from batchgen_data import __version__
+from batchgen_data.config import EngineConfig
+from batchgen_data.errors import BatchgenError, ConfigError, nearest
+from batchgen_data.job.check import CheckedJob, JobConfig, check_job
+from batchgen_data.job.summary import RunSummary
+from batchgen_data.sampling import SamplingParams
+
+EXIT_FAILED, EXIT_CONFIG, EXIT_ROW_ERRORS, EXIT_INTERRUPTED = 1, 2, 3, 130
+
+# typer carries its own copy of click in some versions and uses the installed one in others.
+_UsageError: Any = typer.BadParameter.__mro__[1]
+
+_CONTROL_MARKS = {
+    code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(127, 160)) if code not in (9, 10)
+}
+
+app = typer.Typer(add_completion=False)
+
+
+def _option(panel: str, help: str, *names: str, **extra: Any) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel=panel, show_default=False, **extra)
+
+
+_PROMPT, _SAMPLING, _MODEL, _RUN = "Prompts", "Sampling", "Model and engine", "Job"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedOptions:
+    """Options of both commands; the fields become command-line options of their names."""
+
+    model: Annotated[str, _option(_MODEL, "Model folder, Hugging Face id, or .gguf file.", "--model", "-m")]
+    prompt: Annotated[str | None, _option(_PROMPT, "Jinja template over the columns.")] = None
+    prompt_column: Annotated[str | None, _option(_PROMPT, "Text column with the prompt.")] = None
+    messages_column: Annotated[
+        str | None, _option(_PROMPT, "Column of conversations: role/content structs, or JSON text.")
+    ] = None
+    system: Annotated[str | None, _option(_PROMPT, "System message put before each prompt.")] = None
+    raw: Annotated[bool, _option(_PROMPT, "Send the text as it is, without the chat template.", "--raw")] = (
+        False
+    )
+    on_null: Annotated[
+        str, _option(_PROMPT, "Rows with a null the prompt needs: skip (default), error or render.")
+    ] = "skip"
+    sampling_column: Annotated[
+        str | None, _option(_SAMPLING, "Column of per-row settings: a struct, or JSON text.")
+    ] = None
+    sampling: Annotated[str | None, _option(_SAMPLING, "Settings as one JSON object.")] = None
+    temperature: Annotated[float | None, _option(_SAMPLING, "0 is greedy.")] = None
+    top_p: Annotated[float | None, _option(_SAMPLING, "Nucleus mass, above 0 to 1.")] = None
+    top_k: Annotated[int | None, _option(_SAMPLING, "Likeliest tokens kept; 0 keeps all.")] = None
+    min_p: Annotated[float | None, _option(_SAMPLING, "Least probability relative to the likeliest.")] = None
+    repetition_penalty: Annotated[float | None, _option(_SAMPLING, "Above 0; 1 is off.")] = None
+    presence_penalty: Annotated[float | None, _option(_SAMPLING, "From -2 to 2.")] = None
+    frequency_penalty: Annotated[float | None, _option(_SAMPLING, "From -2 to 2.")] = None
+    max_tokens: Annotated[int | None, _option(_SAMPLING, "Most tokens to generate per row.")] = None
+    min_tokens: Annotated[int | None, _option(_SAMPLING, "No end before this many tokens.")] = None
+    stop: Annotated[list[str] | None, _option(_SAMPLING, "Text that ends a row; may be repeated.")] = None
+    stop_token_ids: Annotated[
+        list[int] | None, _option(_SAMPLING, "Token id that ends a row; may be repeated.", "--stop-token-id")
+    ] = None
+    seed: Annotated[int | None, _option(_SAMPLING, "Seed of the random draws.")] = None
+    logit_bias: Annotated[
+        str | None, _option(_SAMPLING, "JSON object of token ids to biases, -100 to 100.")
+    ] = None
+    ignore_eos: Annotated[bool | None, _option(_SAMPLING, "Go on after the model's end token.")] = None
+    include_stop_str_in_output: Annotated[
+        bool | None, _option(_SAMPLING, "Keep the stop string in the text.")
+    ] = None
+    skip_special_tokens: Annotated[
+        bool | None, _option(_SAMPLING, "Leave special tokens out of the text (default).")
+    ] = None
+    do_sample: Annotated[
+        bool | None, _option(_SAMPLING, "Sample, at the model's temperature; --no-do-sample is greedy.")
+    ] = None
+    revision: Annotated[str | None, _option(_MODEL, "Hub revision of the model.")] = None
+    tokenizer: Annotated[str | None, _option(_MODEL, "Other folder or id of the tokenizer.")] = None
+    device: Annotated[str | None, _option(_MODEL, "auto (default), cpu, cuda, cuda:1.")] = None
+    dtype: Annotated[str | None, _option(_MODEL, "auto (default), float32, bfloat16, float16.")] = None
+    num_threads: Annotated[int | None, _option(_MODEL, "CPU threads per worker.")] = None
+    kv_memory: Annotated[str | None, _option(_MODEL, "Memory for KV pages per worker, as 4GiB.")] = None
+    max_sequences: Annotated[int | None, _option(_MODEL, "Rows decoded together at most.")] = None
+    max_step_tokens: Annotated[int | None, _option(_MODEL, "Tokens of one forward pass at most.")] = None
+    max_context_tokens: Annotated[
+        int | None, _option(_MODEL, "Prompt and output together; default: the model's limit.")
+    ] = None
+    format: Annotated[str | None, _option(_RUN, "parquet, jsonl or csv; default: by each file's name.")] = (
+        None
+    )
+    generated_tokens: Annotated[
+        bool, _option(_RUN, "Also write the generated token ids.", "--generated-tokens")
+    ] = False
+    output_prefix: Annotated[str, _option(_RUN, "Put before the names of the result columns.")] = ""
+    debug: Annotated[bool, _option(_RUN, "Show tracebacks of errors.", "--debug")] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions(SharedOptions):
+    """Options of ``batchgen run``."""
+
+    output: Annotated[str, _option(_RUN, "Folder for the results, absent or empty.", "--output", "-o")]
+    limit: Annotated[int | None, _option(_RUN, "Take only the first rows of all inputs together.")] = None
+    num_actors: Annotated[
+        int | None, _option(_RUN, "Workers, each with the model; default: one per GPU or machine.")
+    ] = None
+    num_gpus: Annotated[float | None, _option(_RUN, "GPUs per worker; default: 1 if there are any.")] = None
+    batch_size: Annotated[int | None, _option(_RUN, "Rows of one call; default: 16 to 64.")] = None
+    fail_fast: Annotated[bool, _option(_RUN, "Stop at the first row with an error.", "--fail-fast")] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreviewOptions(SharedOptions):
+    """Options of ``batchgen preview``."""
+
+    num_rows: Annotated[int, _option(_RUN, "Rows to show (default 5).", "--num-rows", "-n")] = 5
+
+
+class _Interrupted(Exception):
+    """Ctrl-C or SIGTERM stopped a command."""
+
+
+Inputs = Annotated[
+    list[str],
+    typer.Argument(metavar="IN", help="Parquet, JSON Lines or CSV: files, folders, globs, fsspec URLs."),
+]
+
+
+def _command(options: type[SharedOptions]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command ``(inputs, options)`` one parameter per field of `options`, for typer to read."""
+    hints = inspect.get_annotations(SharedOptions, eval_str=True)
+    if options is not SharedOptions:
+        hints = {**hints, **inspect.get_annotations(options, eval_str=True)}
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        def command(inputs: list[str], **given: Any) -> None:
+            try:
+                body(inputs, options(**given))
+            except KeyboardInterrupt as error:
+                # typer would end the process by itself, without a word.
+                raise _Interrupted from error
+
+        parameters = [inspect.Parameter("inputs", inspect.Parameter.KEYWORD_ONLY, annotation=Inputs)]
+        for field in fields(options):
+            default = {} if field.default is field.default_factory else {"default": field.default}
+            parameters.append(
+                inspect.Parameter(
+                    field.name, inspect.Parameter.KEYWORD_ONLY, annotation=hints[field.name], **default
+                )
+            )
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return app.command(body.__name__.strip("_"), help=inspect.getdoc(body))(command)
+
+    return decorate
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
+) -> None:
+    """Complete the rows of Parquet files with a language model."""
+    if version:
+        typer.echo(f"batchgen {__version__}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+@_command(RunOptions)
+def _run(inputs: list[str], options: RunOptions) -> None:
+    """Complete every row of IN and write one Parquet file per input file to OUT/data."""
+    from batchgen_data.job.progress import ProgressDisplay
+    from batchgen_data.job.run import run_job
+
+    errors = Console(stderr=True)
+    config = _job_config(inputs, options)
+
+    def announce(job: CheckedJob) -> None:
+        _note_ignored(job, errors)
+        plural = "s" if len(job.files) > 1 else ""
+        print_line(errors, f"{job.num_rows} rows in {len(job.files)} file{plural}; starting the workers")
+
+    summary = run_job(config, display=ProgressDisplay(errors), on_checked=announce)
+    print_summary(Console(), summary, options.output)
+    if summary.num_failed:
+        raise typer.Exit(EXIT_ROW_ERRORS)
+
+
+@_command(PreviewOptions)
+def _preview(inputs: list[str], options: PreviewOptions) -> None:
+    """Show the prompts of the first rows of IN as the model sees them, and their completions."""
+    from batchgen_data.job.preview import preview_rows
+
+    errors = Console(stderr=True)
+    job = check_job(_job_config(inputs, options))
+    _note_ignored(job, errors)
+    console = Console()
+    num_failed = 0
+    for row in preview_rows(job):
+        num_failed += row.finish_reason == "error"
+        console.rule(Text(row.location), align="left")
+        print_line(console, row.prompt if row.prompt is not None else "(no prompt)", style="dim")
+        if row.text is not None:
+            print_line(console, row.text, style="bold")
+            print_line(console, f"[{row.finish_reason}, {row.num_generated_tokens} tokens]")
+        else:
+            print_line(console, f"[{row.finish_reason}: {row.error_code}] {row.error_message}")
+    if num_failed:
+        raise typer.Exit(EXIT_ROW_ERRORS)
+
+
+def _job_config(inputs: list[str], options: SharedOptions) -> JobConfig:
+    engine_names = [field.name for field in fields(EngineConfig)]
+    # Options of one name in both places mean the same; the rest is translated below.
+    given = {
+        field.name: getattr(options, field.name)
+        for field in fields(JobConfig)
+        if hasattr(options, field.name) and field.name != "sampling"
+    }
+    if isinstance(options, PreviewOptions):
+        given["limit"] = options.num_rows
+    return JobConfig(
+        inputs=tuple(inputs),
+        apply_chat_template=not options.raw,
+        sampling=_sampling(options),
+        engine={name: value for name in engine_names if (value := getattr(options, name, None)) is not None},
+        **given,
+    )
+
+
+def _sampling(options: SharedOptions) -> SamplingParams:
+    """Return the settings of --sampling with those of single options laid over them."""
+    single: dict[str, Any] = {
+        field.name: getattr(options, field.name, None) for field in fields(SamplingParams)
+    }
+    # typer gives an empty list for a repeatable option that is not there.
+    single = {name: value for name, value in single.items() if value is not None and value != []}
+    if "logit_bias" in single:
+        single["logit_bias"] = _json_object("--logit-bias", single["logit_bias"])
+    if options.sampling is None:
+        return SamplingParams.from_dict(single)
+    base = SamplingParams.from_dict(_json_object("--sampling", options.sampling))
+    return SamplingParams.from_dict(single).over(base)
+
+
+def _json_object(option: str, value: str) -> dict[str, Any]:
+    try:
+        parsed = json.loads(value)
+    except ValueError as error:
+        raise ConfigError(f"{option} is not JSON: {error}") from error
+    if not isinstance(parsed, dict):
+        raise ConfigError(f'{option} must be a JSON object such as {{"temperature": 0.7}}')
+    return parsed
+
+
+def print_summary(console: Console, summary: RunSummary, output: str) -> None:
+    """Print what became of the rows; the counts add up.
+
+    Args:
+        console: Where to.
+        summary: The counts.
+        output: The output folder, as the caller named it.
+    """
+    from batchgen_data.job.filesystem import without_credentials
+    from batchgen_data.job.progress import duration
+
+    print_line(
+        console,
+        f"{summary.num_rows} rows = {summary.num_ok} ok ({summary.num_stop} stop, "
+        f"{summary.num_length} length) + {summary.num_failed} failed + {summary.num_skipped} skipped",
+    )
+    for title, causes in (("failed", summary.failures), ("skipped", summary.skips)):
+        if causes:
+            table = Table(title, "rows", "first at", "why", box=None, pad_edge=False)
+            for code, cause in sorted(causes.items()):
+                table.add_row(
+                    *(Text(str(cell)) for cell in (code, cause.count, cause.location, cause.message))
+                )
+            console.print(table)
+    print_line(
+        console,
+        f"{summary.input_tokens} prompt tokens, {summary.generated_tokens} generated tokens, "
+        f"{summary.tokens_per_s:.1f} generated tokens/s, {duration(summary.elapsed_s)} in all",
+    )
+    print_line(console, f"results: {without_credentials(output).rstrip('/')}/data")
+
+
+def print_line(console: Console, text: str, *, style: str | None = None) -> None:
+    """Print text as it is: no markup, no wrapping by the console; control characters show as marks."""
+    # Completions may hold escape sequences; the terminal must not obey them.
+    console.print(Text(text.translate(_CONTROL_MARKS)), style=style, soft_wrap=True)
+
+
+def _note_ignored(job: CheckedJob, console: Console) -> None:
+    if job.ignored:
+        shown = ", ".join(job.ignored[:3]) + (", ..." if len(job.ignored) > 3 else "")
+        print_line(console, f"note: passed over {len(job.ignored)} files that are no data files: {shown}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code.
+
+    Args:
+        arguments: What follows the program's name; None takes the process's own.
+    """
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        code = app(arguments, prog_name="batchgen", standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except _UsageError as error:
+        return _report(error, _usage_message(error), EXIT_CONFIG, arguments)
+    except ConfigError as error:
+        return _report(error, str(error), EXIT_CONFIG, arguments)
+    except BatchgenError as error:
+        return _report(error, str(error), EXIT_FAILED, arguments)
+    except (_Interrupted, KeyboardInterrupt, typer.Abort) as error:
+        message = "interrupted; files that are in the output's data folder are complete"
+        return _report(error, message, EXIT_INTERRUPTED, arguments)
+    except Exception as error:
+        message = f"{type(error).__name__}: {error} (a bug; run with --debug and report it)"
+        return _report(error, message, EXIT_FAILED, arguments)
+
+
+def _usage_message(error: Any) -> str:
+    message = str(error.format_message()).strip().rstrip(".")
+    if "ossible" not in message and "ean" not in message and (context := getattr(error, "ctx", None)):
+        name = getattr(error, "option_name", None)
+        known = [option for parameter in context.command.params for option in parameter.opts]
+        message += nearest(name, known) if name else ""
+    return message
+
+
+def _report(error: BaseException, message: str, code: int, arguments: Sequence[str]) -> int:
+    if "--debug" in arguments:
+        traceback.print_exception(error)
+    print(f"error: {message}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

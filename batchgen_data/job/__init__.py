@@ -1,0 +1,1 @@
+"""The job: files in, completed files out, through Ray Data."""

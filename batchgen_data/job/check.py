@@ -1,0 +1,177 @@
+"""A job's options, and every check that needs neither a model nor a worker."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow as pa
+
+from batchgen_data.config import EngineConfig
+from batchgen_data.errors import ConfigError
+from batchgen_data.job.inputs import ROW_ID_COLUMN, InputFile, InputFormat, resolve_inputs
+from batchgen_data.job.store import check_writable
+from batchgen_data.models.source import resolve_source
+from batchgen_data.prompts import PromptSpec
+from batchgen_data.sampling import SamplingParams
+from batchgen_data.schema import check_columns, result_fields
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobConfig:
+    """One job, complete.
+
+    Attributes:
+        inputs: Files, folders, globs; local paths or fsspec URLs.
+        model: Model folder, hub id or GGUF file.
+        output: Folder for the results, absent or empty. None where nothing is written (preview).
+        prompt_column, messages_column, prompt, system, sampling_column, apply_chat_template, on_null:
+            Where prompts come from; see `PromptSpec` (`prompt` is the template).
+        sampling: Settings of all rows.
+        format: Read every input as "parquet", "jsonl" or "csv" instead of by its name.
+        limit: Take only the first rows of all inputs together.
+        revision: Hub revision of the model.
+        tokenizer: Another place to take the tokenizer from.
+        num_actors: Worker processes; None: one per GPU, or one.
+        num_gpus: GPUs per worker; None: one where there are any.
+        batch_size: Rows of one call; None: 16 to 64 by the number of rows.
+        generated_tokens: Also write the generated token ids.
+        output_prefix: Put before the names of the result columns.
+        fail_fast: Stop at the first row with an error.
+        engine: Options of `EngineConfig`.
+    """
+
+    inputs: tuple[str, ...]
+    model: str
+    output: str | None = None
+    prompt_column: str | None = None
+    messages_column: str | None = None
+    prompt: str | None = None
+    system: str | None = None
+    sampling_column: str | None = None
+    apply_chat_template: bool = True
+    on_null: str = "skip"
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    format: InputFormat | None = None
+    limit: int | None = None
+    revision: str | None = None
+    tokenizer: str | None = None
+    num_actors: int | None = None
+    num_gpus: float | None = None
+    batch_size: int | None = None
+    generated_tokens: bool = False
+    output_prefix: str = ""
+    fail_fast: bool = False
+    engine: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("limit", "num_actors", "batch_size"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ConfigError(f"{name} must be a whole number of at least 1, not {value!r}")
+        if self.num_gpus is not None and self.num_gpus < 0:
+            raise ConfigError(f"num_gpus must be at least 0, not {self.num_gpus!r}")
+        if self.format not in (None, "parquet", "jsonl", "csv"):
+            raise ConfigError(f"format {self.format!r} is unknown; choose parquet, jsonl or csv")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedJob:
+    """A job of which everything that can be checked without a model has been checked.
+
+    Attributes:
+        config: The job.
+        files: Its input files, those beyond the limit left out.
+        rows_by_file: How many of the first rows of each file will run.
+        ignored: Names of files passed over in input folders.
+        options: Keyword options of `BatchGenLLM`, the model found and its revision pinned.
+    """
+
+    config: JobConfig
+    files: list[InputFile]
+    rows_by_file: list[int]
+    ignored: list[str]
+    options: dict[str, Any]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that will run."""
+        return sum(self.rows_by_file)
+
+
+def check_job(config: JobConfig) -> CheckedJob:
+    """Find the inputs and the model and check every option against them.
+
+    Raises:
+        ConfigError: Says what cannot work; nothing has run and nothing is written.
+    """
+    EngineConfig.from_options(config.engine)
+    spec = PromptSpec(
+        prompt_column=config.prompt_column,
+        messages_column=config.messages_column,
+        template=config.prompt,
+        system=config.system,
+        apply_chat_template=config.apply_chat_template,
+        on_null=config.on_null,  # type: ignore[arg-type]  # checked by PromptSpec
+        sampling_column=config.sampling_column,
+        row_id_column=ROW_ID_COLUMN,
+    )
+    inputs = resolve_inputs(config.inputs, format=config.format)
+    for file in inputs.files:
+        try:
+            spec.check_schema(file.schema.append(pa.field(ROW_ID_COLUMN, pa.binary())))
+            check_columns(file.schema, generated_tokens=config.generated_tokens, prefix=config.output_prefix)
+        except ConfigError as error:
+            raise ConfigError(f"input {file.name}: {error}") from error
+        check_writable(output_schema(file, config), file.name)
+    source = resolve_source(config.model, config.revision)
+    if config.tokenizer is not None:
+        resolve_source(config.tokenizer, needs="tokenizer")
+    rows_by_file = _rows_within(config.limit, inputs.files)
+    return CheckedJob(
+        config=config,
+        files=inputs.files[: len(rows_by_file)],
+        rows_by_file=rows_by_file,
+        ignored=inputs.ignored,
+        options=_stage_options(config, str(source.path or source.name), source.revision),
+    )
+
+
+def output_schema(file: InputFile, config: JobConfig) -> pa.Schema:
+    """Return the schema of a file's output: its own columns and metadata, then the result columns."""
+    schema = file.schema
+    for column in result_fields(generated_tokens=config.generated_tokens, prefix=config.output_prefix):
+        schema = schema.append(column)
+    return schema
+
+
+def _rows_within(limit: int | None, files: Sequence[InputFile]) -> list[int]:
+    """Rows to take of each file; files that lie wholly beyond the limit are left out."""
+    rows_by_file: list[int] = []
+    for file in files:
+        rest = file.num_rows if limit is None else limit - sum(rows_by_file)
+        if rest <= 0 and limit is not None:
+            break
+        rows_by_file.append(min(file.num_rows, rest))
+    return rows_by_file
+
+
+def _stage_options(config: JobConfig, model: str, revision: str | None) -> dict[str, Any]:
+    return {
+        "model": model,
+        "prompt_column": config.prompt_column,
+        "messages_column": config.messages_column,
+        "prompt": config.prompt,
+        "system": config.system,
+        "sampling": config.sampling,
+        "sampling_column": config.sampling_column,
+        "apply_chat_template": config.apply_chat_template,
+        "on_null": config.on_null,
+        "row_id_column": ROW_ID_COLUMN,
+        "output_prefix": config.output_prefix,
+        "generated_tokens": config.generated_tokens,
+        "revision": revision,
+        "tokenizer": config.tokenizer,
+        **config.engine,
+    }

@@ -1,0 +1,123 @@
+"""A quiet Ray session for one run, and signals that end the run in order."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+import ray.data
+
+from batchgen_data.errors import JobError
+from batchgen_data.job.filesystem import without_credentials
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Session:
+    """The Ray session of a run.
+
+    Attributes:
+        is_own: This process started it, on this machine alone.
+        num_nodes: Machines of the session.
+        num_gpus: GPUs of the session.
+    """
+
+    is_own: bool
+    num_nodes: int
+    num_gpus: int
+
+
+@contextmanager
+def ray_session() -> Iterator[Session]:
+    """Use the Ray session there is (initialised, or named by RAY_ADDRESS), else start one for the block.
+
+    Raises:
+        JobError: Ray cannot be started or reached.
+    """
+    was_initialized = ray.is_initialized()
+    address = os.environ.get("RAY_ADDRESS")
+    num_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        if not was_initialized:
+            _start_ray(address, num_cpus)
+        _quiet_ray_data()
+        yield Session(
+            is_own=not was_initialized and not address,
+            num_nodes=max(1, sum(node["Alive"] for node in ray.nodes())),
+            num_gpus=int(ray.cluster_resources().get("GPU", 0)),
+        )
+    finally:
+        if not was_initialized:
+            with signals_ignored():
+                ray.shutdown()
+
+
+@contextmanager
+def sigterm_interrupts() -> Iterator[None]:
+    """Let SIGTERM end the block as Ctrl-C does, with KeyboardInterrupt.
+
+    Ray installs a handler of its own when it starts; enter this afterwards too.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler) or signal.SIG_DFL
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def signals_ignored() -> Iterator[None]:
+    """Let nothing interrupt the block: clearing up must end once it started."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _start_ray(address: str | None, num_cpus: int) -> None:
+    # Workers reserve no CPU (see `open_pipeline`), so the number matters only to Ray's own tasks, which
+    # wait for ever on one or two CPUs.
+    own: dict[str, Any] = {} if address else {"include_dashboard": False, "num_cpus": max(4, num_cpus)}
+    # Ray's C++ side writes to the terminal by itself, at each start an "error" about constructor arguments
+    # that concerns nobody. What goes wrong comes as an exception; set the variable to see the rest.
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
+    try:
+        with _stderr_dropped():  # it announces the level that it was set to
+            ray.init(address=address or "local", log_to_driver=False, logging_level=logging.ERROR, **own)
+    except Exception as error:
+        place = f"at RAY_ADDRESS={without_credentials(address)} reached" if address else "started"
+        raise JobError(f"Ray cannot be {place}: {error}") from error
+
+
+@contextmanager
+def _stderr_dropped() -> Iterator[None]:
+    kept = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
+def _quiet_ray_data() -> None:
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars = False
+    context.print_on_execution_start = False

@@ -1,0 +1,378 @@
+"""The command line: exit codes, messages, what is checked before anything starts."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from batchgen_data import cli
+from batchgen_data.errors import ConfigError, InputError
+from batchgen_data.job import pipeline as pipeline_module
+from batchgen_data.job import preview as preview_module
+from batchgen_data.job.check import CheckedJob, JobConfig
+from batchgen_data.job.inputs import ROW_ID_COLUMN
+from batchgen_data.job.pipeline import Pipeline
+from batchgen_data.job.progress import Totals
+from batchgen_data.job.reader import RangeReader, plan_items
+from batchgen_data.models.source import ModelSource
+from batchgen_data.sampling import SamplingParams
+from batchgen_data.schema import Outcome, append_results
+
+
+def complete(table: pa.Table, job: CheckedJob) -> pa.Table:
+    """Stand in for a model: what a prompt says is what becomes of it."""
+    outcomes = []
+    for prompt in table.column("prompt").to_pylist():
+        if prompt is None:
+            outcome = Outcome(finish_reason="skipped", error_code="null_input", error_message="it is null")
+        elif prompt == "too long":
+            outcome = Outcome(finish_reason="error", error_code="prompt_too_long", error_message="70 of 64")
+        else:
+            reason = "length" if prompt == "on and on" else "stop"
+            outcome = Outcome(finish_reason=reason, text=prompt.upper(), token_ids=[1, 2], num_input_tokens=3)
+        outcomes.append(outcome)
+    config = job.config
+    return append_results(
+        table, outcomes, generated_tokens=config.generated_tokens, prefix=config.output_prefix
+    )
+
+
+class Fake:
+    """Replaces workers and model; remembers the jobs it was given."""
+
+    def __init__(self) -> None:
+        self.jobs: list[CheckedJob] = []
+        self.fail: Callable[[], None] = lambda: None
+
+    @contextmanager
+    def open_pipeline(self, job: CheckedJob, **_: Any) -> Iterator[Pipeline]:
+        self.jobs.append(job)
+        items = plan_items(job.files, job.rows_by_file, rows_per_item=2)
+
+        def tables() -> Iterator[pa.Table]:
+            reader = RangeReader(job.files)
+            for item in items:
+                self.fail()
+                yield complete(reader.read(item), job).drop_columns([ROW_ID_COLUMN])
+
+        yield Pipeline(items, tables(), json.dumps({"device": "fake"}), lambda: Totals(generating_s=2.0))
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Fake:
+    fake = Fake()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(pipeline_module, "open_pipeline", fake.open_pipeline)
+    monkeypatch.setattr(
+        "batchgen_data.job.check.resolve_source",
+        lambda model, revision=None, **_: ModelSource(kind="hub", name=model, revision=revision),
+    )
+    return fake
+
+
+def write(name: str, *prompts: str | None, **columns: list[Any]) -> str:
+    Path(name).parent.mkdir(exist_ok=True)
+    pq.write_table(pa.table({"prompt": pa.array(prompts, pa.string()), **columns}), name)
+    return name
+
+
+RUN = ("-o", "out", "-m", "org/model", "--prompt-column", "prompt")
+
+
+def test_all_rows_ok(fake: Fake, capsys: pytest.CaptureFixture[str]) -> None:
+    write("in/a.parquet", "one", "two", "three", n=[1, 2, 3])
+    write("in/b.parquet", "on and on")
+    assert cli.main(["run", "in", *RUN]) == 0
+    printed = capsys.readouterr()
+    assert "4 rows = 4 ok (3 stop, 1 length) + 0 failed + 0 skipped" in printed.out
+    assert "12 prompt tokens, 8 generated tokens, 4.0 generated tokens/s" in printed.out
+    assert "results: out/data" in printed.out
+    assert "4 rows in 2 files" in printed.err
+    table = pq.read_table("out/data/a.parquet")
+    assert table.column("generated_text").to_pylist() == ["ONE", "TWO", "THREE"]
+    assert table.column("n").to_pylist() == [1, 2, 3]
+    assert ROW_ID_COLUMN not in table.column_names
+    assert sorted(p.name for p in Path("out/_batchgen").iterdir()) == ["run.json"]
+
+
+def test_files_have_one_schema_whatever_their_rows_did(fake: Fake) -> None:
+    """Case 2: the error columns are strings even where every row succeeds."""
+    write("in/a.parquet", "fine")
+    write("in/b.parquet", "too long")
+    assert cli.main(["run", "in", *RUN]) == 3
+    first, second = (pq.read_schema(f"out/data/{name}.parquet") for name in "ab")
+    assert first.equals(second)
+    assert first.field("error_message").type == pa.string()
+
+
+def test_row_errors_exit_3_and_skipped_rows_alone_0(fake: Fake, capsys: pytest.CaptureFixture[str]) -> None:
+    write("a.parquet", "one", None, "too long", "too long", None)
+    assert cli.main(["run", "a.parquet", *RUN]) == 3
+    printed = capsys.readouterr().out
+    assert "5 rows = 1 ok (1 stop, 0 length) + 2 failed + 2 skipped" in printed
+    assert re.search(r"prompt_too_long +2 +a\.parquet:2 +70 of 64", printed)
+    assert re.search(r"null_input +2 +a\.parquet:1 +it is null", printed)
+    write("b.parquet", "one", None)
+    assert cli.main(["run", "b.parquet", *RUN[2:], "-o", "out2"]) == 0
+
+
+def test_fail_fast_stops_with_the_rows_location(fake: Fake, capsys: pytest.CaptureFixture[str]) -> None:
+    write("in/a.parquet", "one")
+    write("in/b.parquet", "one", "two", "three", "too long", "five")
+    assert cli.main(["run", "in", *RUN, "--fail-fast"]) == 1
+    assert re.search(
+        r"^error: row \S*in/b\.parquet:3 failed \(prompt_too_long\): 70 of 64$", capsys.readouterr().err, re.M
+    )
+    # The first file was complete; of the second nothing is left.
+    assert sorted(p.name for p in Path("out").rglob("*.*")) == ["a.parquet", "run.json"]
+    assert json.loads(Path("out/_batchgen/run.json").read_text())["status"] == "failed"
+
+
+def test_limit_takes_the_first_rows(fake: Fake) -> None:
+    write("in/a.parquet", "one", "two", "three")
+    write("in/b.parquet", "four", "five")
+    write("in/c.parquet", "six")
+    assert cli.main(["run", "in", *RUN, "--limit", "4"]) == 0
+    assert sorted(p.name for p in Path("out/data").iterdir()) == ["a.parquet", "b.parquet"]
+    assert pq.read_table("out/data/b.parquet").column("prompt").to_pylist() == ["four"]
+
+
+def test_json_lines_and_csv_in_parquet_out(fake: Fake) -> None:
+    Path("a.jsonl").write_text('{"prompt": "one", "id": "007"}\n{"prompt": "two"}\n')
+    Path("b.csv").write_text('prompt,id\n"three, four",7\n')
+    assert cli.main(["run", "a.jsonl", "b.csv", *RUN]) == 0
+    assert pq.read_table("out/data/a.parquet").column("id").to_pylist() == ["007", None]
+    assert pq.read_table("out/data/b.parquet").column("generated_text").to_pylist() == ["THREE, FOUR"]
+
+
+def test_no_rows_need_no_workers(fake: Fake) -> None:
+    write("a.parquet")
+    assert cli.main(["run", "a.parquet", *RUN]) == 0
+    assert fake.jobs == []
+    table = pq.read_table("out/data/a.parquet")
+    assert (table.num_rows, table.column_names[:2]) == (0, ["prompt", "generated_text"])
+
+
+def test_the_record_says_what_ran(fake: Fake) -> None:
+    write("a.parquet", "one", None)
+    given = ["--temperature", "0.5", "--stop", "x", "--stop", "y", "--kv-memory", "1GiB", "--seed", "3"]
+    assert cli.main(["run", "a.parquet", *RUN, *given]) == 0
+    record = json.loads(Path("out/_batchgen/run.json").read_text())
+    assert record["status"] == "finished"
+    assert record["settings"]["sampling"] == {"temperature": 0.5, "stop": ["x", "y"], "seed": 3}
+    assert record["settings"]["engine"] == {"kv_memory": "1GiB"}
+    assert record["worker"] == {"device": "fake"}
+    assert record["files"] == [{"input": "a.parquet", "output": "data/a.parquet", "rows": 2}]
+    assert record["counts"]["rows"] == 2
+    assert set(record["versions"]) >= {"python", "torch", "ray", "pyarrow"}
+
+
+def test_options_reach_the_stage(fake: Fake) -> None:
+    write("a.parquet", "one")
+    options = [
+        "--sampling",
+        '{"temperature": 0.2, "top_p": 0.9}',
+        "--temperature",
+        "0.7",
+        "--max-tokens",
+        "9",
+    ]
+    options += ["--raw", "--on-null", "error", "--num-threads", "2", "--generated-tokens", "--revision", "v1"]
+    options += ["--logit-bias", '{"5": -1}', "--stop-token-id", "4", "--ignore-eos", "--output-prefix", "r_"]
+    assert cli.main(["run", "a.parquet", *RUN, *options]) == 0
+    assert pq.read_table("out/data/a.parquet").column("r_generated_tokens").to_pylist() == [[1, 2]]
+    (job,) = fake.jobs
+    assert job.options["sampling"] == SamplingParams(
+        temperature=0.7,
+        top_p=0.9,
+        max_tokens=9,
+        logit_bias={"5": -1},
+        stop_token_ids=[4],
+        ignore_eos=True,
+    )
+    expected = {
+        "model": "org/model",
+        "prompt_column": "prompt",
+        "apply_chat_template": False,
+        "on_null": "error",
+        "num_threads": 2,
+        "generated_tokens": True,
+        "revision": "v1",
+        "output_prefix": "r_",
+        "row_id_column": ROW_ID_COLUMN,
+    }
+    assert {name: job.options[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["run"], r"Missing argument 'IN'"),
+        (["rum", "a.parquet"], r"No such command 'rum'.*'run'"),
+        (["run", "a.parquet", *RUN, "--temprature", "1"], r"No such option: --temprature.*--temperature"),
+        (["run", "a.parquet", *RUN, "--max-tokens", "many"], r"'--max-tokens'"),
+        (["run", "a.parquet", "-o", "out", "-m", "org/model"], r"exactly one of prompt_column"),
+        (["run", "a.parquet", *RUN, "--prompt", "x"], r"exactly one of prompt_column"),
+        (["run", "a.parquet", *RUN[:5], "prompts"], r"'prompts' is not in the input; did you mean 'prompt'"),
+        (["run", "a.parquet", *RUN[:4], "--prompt", "{{ promt }}"], r"promt.*did you mean 'prompt'"),
+        (["run", "a.parquet", *RUN[:4], "--prompt", "{{ prompt"], r"template"),
+        (["run", "absent", *RUN], r"input absent does not exist"),
+        (["run", "broken.parquet", *RUN], r"broken\.parquet is not a Parquet file"),
+        (["run", "taken.parquet", *RUN], r"taken\.parquet: .*'finish_reason'.*output_prefix"),
+        (["run", "a.parquet", *RUN[2:], "-o", "full"], r"output full is not empty"),
+        (["run", "a.parquet", *RUN, "--top-p", "7"], r"top_p.*at most 1"),
+        (["run", "a.parquet", *RUN, "--sampling", "{"], r"--sampling is not JSON"),
+        (["run", "a.parquet", *RUN, "--sampling", "[1]"], r"--sampling must be a JSON object"),
+        (["run", "a.parquet", *RUN, "--sampling", '{"temprature": 1}'], r"did you mean 'temperature'"),
+        (["run", "a.parquet", *RUN, "--kv-memory", "lots"], r"kv_memory must be a size"),
+        (["run", "a.parquet", *RUN, "--limit", "0"], r"limit must be a whole number of at least 1"),
+        (["run", "a.parquet", *RUN, "--format", "xml"], r"format 'xml' is unknown"),
+        (["run", "a.parquet", *RUN, "--on-null", "ignore"], r"on_null='ignore' is unknown"),
+        (["preview", "a.parquet", "-m", "x", "--prompt-column", "q"], r"'q' is not in the input"),
+    ],
+)
+def test_what_cannot_work_exits_2_before_anything_starts(
+    fake: Fake, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    write("a.parquet", "one")
+    write("taken.parquet", "one", finish_reason=["x"])
+    Path("broken.parquet").write_text("nothing")
+    Path("full").mkdir()
+    Path("full/notes.txt").write_text("mine")
+    assert cli.main(arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert len(printed.err.splitlines()) == 1
+    assert re.match(f"error: .*{message}", printed.err)
+    assert fake.jobs == []
+    assert not Path("out").exists()
+
+
+def test_an_unknown_model_exits_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write("a.parquet", "one")
+    arguments = ["run", "a.parquet", "-o", "out", "-m", "./models/none", "--prompt-column", "prompt"]
+    assert cli.main(arguments) == 2
+    assert "./models/none" in capsys.readouterr().err
+    assert not Path("out").exists()
+
+
+@pytest.mark.parametrize(
+    "error, code, message",
+    [
+        (InputError("a.parquet, row group 1, cannot be read"), 1, "error: a.parquet, row group 1"),
+        (ConfigError("the model needs a chat template"), 2, "error: the model needs"),
+        (KeyboardInterrupt(), 130, "error: interrupted"),
+        (ZeroDivisionError("x"), 1, "error: ZeroDivisionError: x (a bug"),
+    ],
+)
+def test_what_stops_a_run_sets_the_code_and_leaves_no_half_file(
+    fake: Fake, capsys: pytest.CaptureFixture[str], error: BaseException, code: int, message: str
+) -> None:
+    write("a.parquet", *"abcdef")
+    num_calls = 0
+
+    def fail() -> None:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 2:
+            raise error
+
+    fake.fail = fail
+    assert cli.main(["run", "a.parquet", *RUN]) == code
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith(message)
+    assert not Path("out").exists()
+
+
+def test_debug_shows_the_traceback(fake: Fake, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", "absent", *RUN, "--debug"]) == 2
+    printed = capsys.readouterr().err
+    assert "Traceback" in printed
+    assert printed.splitlines()[-1] == "error: input absent does not exist"
+
+
+class FakeLLM:
+    """Stands in for the runtime in `batchgen preview`."""
+
+    class tokenizer:
+        decode = staticmethod(lambda ids: f"<{ids[0]} tokens>")
+
+    def __init__(self, **options: Any) -> None:
+        assert options["model"] == "org/model"
+
+    def __enter__(self) -> FakeLLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def map_table(self, table: pa.Table, **_: Any) -> pa.Table:
+        config = JobConfig(inputs=(), model="", prompt_column="prompt")
+        return complete(table, CheckedJob(config=config, files=[], rows_by_file=[], ignored=[], options={}))
+
+    def encode(self, table: pa.Table, **_: Any) -> list[list[int] | None]:
+        return [None if text is None else [len(text)] for text in table.column("prompt").to_pylist()]
+
+
+def test_preview_shows_prompts_and_completions(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(preview_module, "_llm_class", lambda: FakeLLM)
+    write("in/a.parquet", "one\x1b[31m", None)
+    write("in/b.parquet", "[markup]", "too long", "unseen")
+    arguments = ["preview", "in", "-m", "org/model", "--prompt-column", "prompt", "-n", "4"]
+    assert cli.main(arguments) == 3
+    printed = capsys.readouterr().out
+    for shown in (
+        "in/a.parquet:0",
+        "<8 tokens>",
+        "ONE\ufffd[31M",
+        "[stop, 2 tokens]",
+        "(no prompt)",
+        "[MARKUP]",
+    ):
+        assert shown in printed
+    assert "[skipped: null_input] it is null" in printed
+    assert "in/b.parquet:1" in printed
+    assert "[error: prompt_too_long] 70 of 64" in printed
+    assert "UNSEEN" not in printed
+
+
+def test_version_and_help_need_neither_torch_nor_ray() -> None:
+    script = (
+        "import sys; from batchgen_data import cli; "
+        "assert [cli.main(a) for a in (['--version'], [], ['run', '--help'])] == [0, 0, 0]; "
+        "sys.exit(' '.join({'torch', 'ray', 'transformers'} & set(sys.modules)) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("batchgen 0.")
+
+
+def test_option_names_are_frozen() -> None:
+    """Scripts depend on them: renaming one is a decision, not an accident."""
+    names = {field for kind in (cli.RunOptions, cli.PreviewOptions) for field in kind.__dataclass_fields__}
+    assert names == {
+        *("model", "prompt", "prompt_column", "messages_column", "system", "raw", "on_null"),
+        *("sampling_column", "sampling", "temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
+        *("presence_penalty", "frequency_penalty", "max_tokens", "min_tokens", "stop", "stop_token_ids"),
+        *("seed", "logit_bias", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens"),
+        *("do_sample", "revision", "tokenizer", "device", "dtype", "num_threads", "kv_memory"),
+        *("max_sequences", "max_step_tokens", "max_context_tokens", "format", "generated_tokens"),
+        *("output_prefix", "debug", "output", "limit", "num_actors", "num_gpus", "batch_size", "fail_fast"),
+        "num_rows",
+    }
+    assert set(SamplingParams.__dataclass_fields__) <= names
