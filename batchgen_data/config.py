@@ -12,6 +12,8 @@ from typing import Any
 
 from batchgen_data.errors import ConfigError, nearest
 
+DTYPES = ("auto", "float32", "float16", "bfloat16")
+
 _UNITS = {
     "": 1,
     "B": 1,
@@ -103,11 +105,14 @@ class EngineConfig:
         if self.kv_memory is not None:
             parse_bytes(self.kv_memory, "kv_memory")
         fraction = self.kv_memory_fraction
-        if fraction is not None and not 0 < fraction <= 1:
+        if fraction is not None and not (isinstance(fraction, int | float) and 0 < fraction <= 1):
             raise ConfigError(f"kv_memory_fraction must be above 0 and at most 1, not {fraction!r}")
-        for field in ("device", "dtype"):
-            if not isinstance(getattr(self, field), str):
-                raise ConfigError(f"{field} must be a name, not {getattr(self, field)!r}")
+        if not isinstance(self.prefix_reuse, bool):
+            raise ConfigError(f"prefix_reuse must be true or false, not {self.prefix_reuse!r}")
+        if not isinstance(self.device, str) or not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
+            raise ConfigError(f"unknown device {self.device!r}; use auto, cpu, cuda or cuda:N")
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"unknown dtype {self.dtype!r}; use {', '.join(DTYPES)}")
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> EngineConfig:

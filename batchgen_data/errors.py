@@ -10,7 +10,7 @@
     ├─ RowError                    recorded in the row's outcome, never stops the job
     │   ├─ PromptError             the row has no usable prompt
     │   └─ PromptTooLongError      longer than the model's context; both lengths are named
-    ├─ DeviceError                 the device is unusable; the process must be replaced
+    ├─ DeviceError                 the device is unusable by this process; the run stops
     └─ InternalError               our bug; please report it
 
 Messages say what happened, where, and what to do. They never quote prompt text or credentials.
@@ -71,6 +71,7 @@ ROW_ERROR_CODES = {
     "prompt_too_long": "the prompt leaves no room in the model's context",
     "exceeds_kv_memory": "prompt and output cannot fit in the KV pages, even alone",
     "non_finite_logits": "the model produced NaN or infinity for this row",
+    "decode_error": "the tokenizer could not turn the generated tokens into text",
     "model_error": "the forward pass raised for this row alone",
     "cancelled": "the call that owned the row was interrupted",
 }

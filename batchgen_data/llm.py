@@ -14,7 +14,8 @@ from batchgen_data.config import EngineConfig, check_names
 from batchgen_data.errors import ConfigError
 from batchgen_data.models.load import load_tokenizer, resolve_source
 from batchgen_data.prompts import EncodedRow, PromptSpec, encode_prompts, encode_rows
-from batchgen_data.runtime.startup import start_engine
+from batchgen_data.runtime.engine import vocabulary_problem
+from batchgen_data.runtime.startup import Share, start_engine
 from batchgen_data.sampling import SamplingParams, resolve, sources
 from batchgen_data.schema import Outcome, append_results, check_columns
 
@@ -45,7 +46,7 @@ class LLM:
         model: a local folder, a Hugging Face model id, or a .gguf file.
         revision: branch, tag or commit of a Hugging Face model.
         tokenizer: another folder or id to take the tokenizer from.
-        actors_per_node: processes like this one on the machine; CPUs and free memory are split evenly.
+        share: what part of the machine to take; all of it by default.
         options: fields of EngineConfig (device, dtype, num_threads, kv_memory, max_sequences ...).
 
     Raises:
@@ -58,7 +59,7 @@ class LLM:
         *,
         revision: str | None = None,
         tokenizer: str | None = None,
-        actors_per_node: int = 1,
+        share: Share | None = None,
         _spec: PromptSpec | None = None,
         **options: Any,
     ) -> None:
@@ -68,9 +69,16 @@ class LLM:
         if _spec is not None:
             # Before the weights are read: a column of conversations needs a chat template.
             _spec.check_tokenizer(self.tokenizer)
-        self._engine, self._loaded = start_engine(
-            source, config, tokenizer=self.tokenizer, actors_per_node=actors_per_node
-        )
+        self._engine, loaded = start_engine(source, config, tokenizer=self.tokenizer, share=share)
+        # The model itself is the engine's alone, so that `close` frees it.
+        self._defaults = loaded.sampling_defaults
+        self._vocab_size = loaded.model.get_input_embeddings().num_embeddings
+        self._facts = {
+            "architecture": type(loaded.model).__name__,
+            "revision": loaded.source.revision,
+            "device": str(loaded.model.device),
+            "dtype": str(loaded.model.dtype).removeprefix("torch."),
+        }
         # Fast tokenizers raise "Already borrowed" when threads encode at once.
         self._encoding = threading.Lock()
 
@@ -104,6 +112,7 @@ class LLM:
         settings: Any
         if sampling is None or isinstance(sampling, SamplingParams | Mapping):
             settings = as_sampling(sampling)
+            self.check_sampling(settings)
         else:
             settings = list(sampling)
         with self._encoding:
@@ -114,8 +123,8 @@ class LLM:
                 apply_chat_template=apply_chat_template,
                 chat_template_kwargs=chat_template_kwargs,
                 sampling=settings,
-                defaults=self._loaded.sampling_defaults,
-                vocab_size=self._loaded.model.get_input_embeddings().num_embeddings,
+                defaults=self._defaults,
+                vocab_size=self._vocab_size,
             )
         return self._engine.submit(rows).wait()
 
@@ -161,10 +170,9 @@ class LLM:
         # Before the first token: a clash found afterwards would throw the work away.
         check_columns(table.schema, generated_tokens=generated_tokens, prefix=output_prefix)
         spec.check_tokenizer(self.tokenizer)
+        self.check_sampling(sampling)
         with self._encoding:
-            rows = encode_rows(
-                table, spec, self.tokenizer, sampling=sampling, defaults=self._loaded.sampling_defaults
-            )
+            rows = encode_rows(table, spec, self.tokenizer, sampling=sampling, defaults=self._defaults)
         return self._engine.submit(rows).wait()
 
     def encode(self, table: pa.Table, **prompt_options: Any) -> list[list[int] | None]:
@@ -175,14 +183,24 @@ class LLM:
                 prompt_spec(prompt_options),
                 self.tokenizer,
                 sampling=SamplingParams(),
-                defaults=self._loaded.sampling_defaults,
+                defaults=self._defaults,
             )
         return [row.prompt_token_ids if isinstance(row, EncodedRow) else None for row in rows]
+
+    def check_sampling(self, sampling: SamplingParams) -> None:
+        """Check settings of a whole job against the model.
+
+        Raises:
+            ConfigError: they name a token the model does not have, or cannot work with its defaults.
+        """
+        problem = vocabulary_problem(resolve(sampling, self._defaults), self._vocab_size)
+        if problem:
+            raise ConfigError(problem)
 
     @property
     def sampling_defaults(self) -> SamplingParams:
         """The model's own settings, from its generation config."""
-        return self._loaded.sampling_defaults
+        return self._defaults
 
     def record(self, sampling: SamplingParams) -> dict[str, Any]:
         """What was resolved, for a run record: device, context, sampling settings and where each came from.
@@ -190,19 +208,14 @@ class LLM:
         Args:
             sampling: the job's settings.
         """
-        loaded = self._loaded
-        resolved = resolve(sampling, loaded.sampling_defaults)
-        parameter = next(loaded.model.parameters())
+        limits = self._engine.scheduler.limits
         return {
-            "architecture": type(loaded.model).__name__,
-            "revision": loaded.source.revision,
-            "device": str(parameter.device),
-            "dtype": str(parameter.dtype).removeprefix("torch."),
+            **self._facts,
             "context_tokens": self._engine.context_tokens,
-            "kv_pages": self._engine.scheduler.limits.num_pages,
-            "page_tokens": self._engine.scheduler.limits.page_tokens,
-            "sampling": dataclasses.asdict(resolved),
-            "sampling_sources": sources(sampling, loaded.sampling_defaults),
+            "kv_pages": limits.num_pages,
+            "page_tokens": limits.page_tokens,
+            "sampling": dataclasses.asdict(resolve(sampling, self._defaults)),
+            "sampling_sources": sources(sampling, self._defaults),
         }
 
     def statistics(self) -> dict[str, Any]:
@@ -210,8 +223,13 @@ class LLM:
         return self._engine.statistics()
 
     def close(self) -> None:
-        """Stop the engine thread and free the model; later calls raise. Safe to call twice."""
-        self._engine.close()
+        """Stop the engine thread and free model and KV memory; later calls raise. Safe to call twice."""
+        engine = getattr(self, "_engine", None)  # missing where the constructor raised
+        if engine is not None:
+            engine.close()
+
+    def __del__(self) -> None:
+        self.close()
 
     def __enter__(self) -> LLM:
         return self

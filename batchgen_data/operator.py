@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +16,9 @@ from batchgen_data.config import EngineConfig, calls_in_flight, check_names
 from batchgen_data.errors import ConfigError, JobError
 from batchgen_data.llm import LLM, as_sampling, prompt_spec
 from batchgen_data.models.load import resolve_source
+from batchgen_data.pool import plan_pool
 from batchgen_data.prompts import PromptSpec
+from batchgen_data.runtime.startup import Share
 from batchgen_data.sampling import SamplingParams
 from batchgen_data.schema import Outcome, append_results, check_columns
 
@@ -52,9 +53,10 @@ class BatchGenLLM:
         BatchGenLLM,
         fn_constructor_kwargs=dict(model="HuggingFaceTB/SmolLM2-135M-Instruct", prompt_column="prompt"),
         batch_format="pyarrow",
-        batch_size=64,
+        batch_size=32,
+        num_cpus=0,
         compute=ray.data.ActorPoolStrategy(
-            size=1, max_concurrent_calls_per_actor=8, enable_true_multi_threading=True
+            size=1, max_concurrent_calls_per_actor=128, enable_true_multi_threading=True
         ),
     )
     ```
@@ -102,16 +104,18 @@ class BatchGenLLM:
         self._generated_tokens = generated_tokens
         self._output_prefix = output_prefix
         self._on_row_error = _checked_on_row_error(on_row_error)
-        if "num_threads" not in engine_options:
-            engine_options["num_threads"] = _ray_cpus()
+        reserved = _reserved_by_ray()
+        if engine_options.get("num_threads") is None:
+            engine_options["num_threads"] = int(reserved.get("CPU", 0)) or None
         self._llm = LLM(
             model,
             revision=revision,
             tokenizer=tokenizer,
-            actors_per_node=actors_per_node,
+            share=Share(actors_per_node=actors_per_node, gpu=min(1.0, reserved.get("GPU", 1.0))),
             _spec=self._spec,
             **engine_options,
         )
+        self._llm.check_sampling(self._sampling)
         self._progress = _Progress(progress, self._llm.statistics) if progress is not None else None
 
     def __call__(self, batch: pa.Table) -> pa.Table:
@@ -188,8 +192,6 @@ def generate(
         ConfigError: unknown options, a missing column, a template that names an absent column, an unknown
             model: all before the model is loaded anywhere.
     """
-    import ray
-
     check_stage(options, model)
     schema = ds.schema()
     base = getattr(schema, "base_schema", schema)
@@ -197,29 +199,14 @@ def generate(
         check_input(base, options)
     config = EngineConfig.from_options({k: v for k, v in options.items() if k in _ENGINE_OPTIONS})
     batch_size = _positive(batch_size, "batch_size")
-    nodes = [node for node in ray.nodes() if node["Alive"]] or [{}]
-    gpus = ray.cluster_resources().get("GPU", 0)
-    if num_gpus is None:
-        num_gpus = 1 if gpus >= 1 and config.device in ("auto", "cuda") else 0
-    if num_actors is None:
-        num_actors = max(1, int(gpus // num_gpus)) if num_gpus else len(nodes)
-    num_actors = _positive(num_actors, "num_actors")
-    actors_per_node = math.ceil(num_actors / len(nodes))
-    calls = calls_in_flight(config.max_sequences, batch_size)
+    pool = plan_pool(config, num_actors=num_actors, num_cpus=num_cpus, num_gpus=num_gpus)
     return ds.repartition(target_num_rows_per_block=batch_size).map_batches(
         BatchGenLLM,
-        fn_constructor_kwargs={"model": model, "actors_per_node": actors_per_node, **options},
+        fn_constructor_kwargs={"model": model, "actors_per_node": pool.actors_per_node, **options},
         batch_format="pyarrow",
         batch_size=batch_size,
         zero_copy_batch=True,
-        num_cpus=0 if num_cpus is None else num_cpus,
-        num_gpus=num_gpus or None,
-        compute=ray.data.ActorPoolStrategy(
-            size=num_actors,
-            max_concurrent_calls_per_actor=calls,
-            max_tasks_in_flight_per_actor=2 * calls,
-            enable_true_multi_threading=True,
-        ),
+        **pool.map_arguments(calls_in_flight(config.max_sequences, batch_size)),
     )
 
 
@@ -280,19 +267,18 @@ def _raise_first_error(outcomes: Sequence[Outcome]) -> None:
             )
 
 
-def _ray_cpus() -> int | None:
-    """Whole CPUs Ray reserved for this actor; None where it reserved none, or outside Ray."""
+def _reserved_by_ray() -> dict[str, float]:
+    """What Ray reserved for this actor; empty outside Ray and in its driver."""
     try:
         import ray
     except ImportError:
-        return None
+        return {}
     if not ray.is_initialized():
-        return None
+        return {}
     try:
-        assigned = ray.get_runtime_context().get_assigned_resources().get("CPU", 0)
+        return dict(ray.get_runtime_context().get_assigned_resources())
     except (AssertionError, RuntimeError):
-        return None  # in the driver, which has no resources assigned
-    return int(assigned) or None
+        return {}  # a driver has no resources assigned
 
 
 def _arrow_table(batch: Any) -> pa.Table:
@@ -317,9 +303,8 @@ def _survived_numpy(values: np.ndarray) -> bool:
     if values.dtype.kind == "f":
         return not np.isnan(values).any()  # NaN may have been a null, or the column whole numbers
     if values.dtype.kind == "O":
-        kinds = {type(value) for value in values if value is not None}
-        return len(kinds) == 1 and kinds <= {str, bytes, bool}
-    return values.dtype.kind in "biuUS"
+        return {type(value) for value in values if value is not None} <= {str, bytes, bool}
+    return values.dtype.kind in "biuU"
 
 
 class _Progress:

@@ -24,8 +24,10 @@ import pyarrow as pa
 from workload import DATA, RESULTS, machine, smollm2_folder, trace_requests
 
 from batchgen_data import BatchGenLLM
+from batchgen_data.config import calls_in_flight
 
-ROWS_IN_FLIGHT = 512
+# Eight times as many rows as decode at once, so that refilling and the tail count.
+MAX_SEQUENCES = 32
 
 
 class TimedStage(BatchGenLLM):
@@ -60,7 +62,7 @@ def run_llm(folder: str, table: pa.Table) -> float:
     """The runtime alone, in this process."""
     from batchgen_data import LLM
 
-    with LLM(folder) as llm:
+    with LLM(folder, max_sequences=MAX_SEQUENCES) as llm:
         started = time.perf_counter()
         llm.map_table(table, prompt_column="prompt", sampling_column="settings")
         return time.perf_counter() - started
@@ -75,7 +77,7 @@ def run_ray(folder: str, table: pa.Table, way: str, batch_size: int) -> float:
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="error")
     ray.data.DataContext.get_current().enable_progress_bars = False
     ds = ray.data.from_arrow(table)
-    options = {"prompt_column": "prompt", "sampling_column": "settings"}
+    options = {"prompt_column": "prompt", "sampling_column": "settings", "max_sequences": MAX_SEQUENCES}
     if way == "generate":
         operator.BatchGenLLM = TimedStage  # type: ignore[misc]
         ds = operator.generate(ds, folder, batch_size=batch_size, **options)
@@ -88,7 +90,7 @@ def run_ray(folder: str, table: pa.Table, way: str, batch_size: int) -> float:
             num_cpus=0,
             compute=ray.data.ActorPoolStrategy(
                 size=1,
-                max_concurrent_calls_per_actor=max(2, ROWS_IN_FLIGHT // batch_size),
+                max_concurrent_calls_per_actor=calls_in_flight(MAX_SEQUENCES, batch_size),
                 enable_true_multi_threading=True,
             ),
         )
@@ -125,7 +127,9 @@ def main() -> None:
                 out = Path(temporary) / "out.json"
                 command = [sys.executable, __file__, "--rows", str(options.rows), "--data", str(options.data)]
                 command += ["--child", way, str(size), str(out)]
-                subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+                done = subprocess.run(command, capture_output=True, text=True, check=False)
+                if done.returncode:
+                    sys.exit(f"{way} {size} failed:\n{done.stderr[-3000:]}")
                 took = json.loads(out.read_text())
             seconds[f"{way} {size or ''}".strip()].append(took)
             print(f"round {number + 1} {way} {size or ''}: {took:.1f} s", flush=True)

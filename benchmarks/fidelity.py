@@ -35,8 +35,10 @@ def prompts(data: Path, num_mt_bench: int, num_gsm8k: int) -> list[str]:
 def reference(model: Any, prompt_ids: list[list[int]], new_tokens: int) -> list[list[int]]:
     """transformers' generate, one prompt at a time; kept on disk by what it depends on."""
     import torch
+    import transformers
 
-    key = hashlib.blake2b(json.dumps([prompt_ids, new_tokens]).encode(), digest_size=8).hexdigest()
+    what = [prompt_ids, new_tokens, str(model.dtype), model.config.to_dict(), transformers.__version__]
+    key = hashlib.blake2b(json.dumps(what, default=str).encode(), digest_size=8).hexdigest()
     kept = RESULTS / f"fidelity-reference-{key}.json"
     if kept.exists():
         return json.loads(kept.read_text())

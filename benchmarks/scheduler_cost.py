@@ -22,11 +22,13 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--sequences", type=int, default=256)
-    parser.add_argument("--new-tokens", type=int, default=48)
+    parser.add_argument("--new-tokens", type=int, default=80)
     options = parser.parse_args()
     with LLM(smollm2_folder(), max_sequences=options.sequences) as llm:
-        # Different prompts: equal ones would run once.
-        prompts = [[i + 5, i + 6, i + 7] for i in range(options.sequences)]
+        # Different prompts (equal ones would run once) that cross page boundaries while they decode; the
+        # common prefix keeps prefill short.
+        prefix = list(range(100, 228))
+        prompts = [[*prefix, *range(i + 5, i + 55)] for i in range(options.sequences)]
         llm.generate(prompts, SamplingParams(max_tokens=options.new_tokens, ignore_eos=True))
         statistics = llm.statistics()
     timings, steps = statistics["timings"], statistics["steps"]

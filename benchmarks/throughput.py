@@ -77,20 +77,20 @@ def run_static(
 
 
 def run_continuous(model_path: str, requests: list[Request]) -> tuple[float, list[list[int]]]:
-    """transformers' continuous batching (the engine behind generate_batch), with room for 32 requests."""
+    """transformers' continuous batching (the engine behind generate_batch), with room for every request."""
     import torch
     from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
     model = AutoModelForCausalLM.from_pretrained(
         model_path, dtype=torch.float32, attn_implementation="sdpa"
     ).eval()
-    batch, page = 32, 64
-    longest = max(len(r.prompt_token_ids) + r.num_output for r in requests)
+    page = 64
+    room = sum((len(r.prompt_token_ids) + r.num_output) // page + 1 for r in requests)
     config = ContinuousBatchingConfig(
         page_size=page,
-        num_blocks=batch * (longest // page + 1),
+        num_blocks=room,
         max_batch_tokens=512,
-        max_requests_per_batch=batch,
+        max_requests_per_batch=len(requests),
         use_cuda_graph=False,
         use_async_batching=False,
     )
@@ -167,7 +167,9 @@ def main() -> None:
                 out = Path(folder) / "out.json"
                 command = [sys.executable, __file__, "--requests", str(options.requests)]
                 command += ["--data", str(options.data), "--child", engine, str(out)]
-                subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
+                done = subprocess.run(command, capture_output=True, text=True, check=False)
+                if done.returncode:
+                    sys.exit(f"{engine} failed:\n{done.stderr[-3000:]}")
                 result = json.loads(out.read_text())
             seconds[engine].append(result["seconds"])
             outputs[engine] = result["outputs"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
+import weakref
 
 import psutil
 import pytest
@@ -256,6 +257,9 @@ def test_memory_that_holds_no_page_is_refused_with_the_bytes(folder):
     [
         ({"device": "tpu"}, "device"),
         ({"device": "cuda:99"}, "CUDA"),
+        ({"prefix_reuse": 1}, "true or false"),
+        ({"attention_sub_batch": 2}, "has none"),
+        ({"max_context_tokens": 10**6}, "1024"),
         ({"dtype": "float8"}, "unknown dtype"),
         ({"kv_memory": "lots"}, "4GiB"),
         ({"max_sequences": 0}, "positive whole number"),
@@ -267,3 +271,60 @@ def test_memory_that_holds_no_page_is_refused_with_the_bytes(folder):
 def test_bad_options_are_named(folder, options, message):
     with pytest.raises(ConfigError, match=message):
         LLM(folder, **options)
+
+
+def test_settings_of_a_whole_job_are_checked_against_the_vocabulary(llm):
+    for settings in ({"stop_token_ids": [10**6]}, {"logit_bias": {"1000000": 1}}):
+        with pytest.raises(ConfigError, match="vocabulary has 300 tokens"):
+            llm.generate(["ok"], settings)
+    outcomes = llm.generate(["ok", "ok"], [{"stop_token_ids": [10**6]}, {"max_tokens": 2}])
+    assert [outcome.error_code for outcome in outcomes] == ["invalid_sampling", None]
+
+
+def test_closing_frees_the_model(folder):
+    llm = LLM(folder, **SMALL)
+    llm.generate(["x"], SamplingParams(max_tokens=2))
+    model = weakref.ref(llm._engine._executor.model)
+    pool = weakref.ref(llm._engine._executor.pool)
+    llm.close()
+    gc.collect()
+    assert model() is None
+    assert pool() is None
+    forgotten = LLM(folder, **SMALL)
+    thread = forgotten._engine._thread
+    del forgotten
+    gc.collect()
+    thread.join(timeout=10)
+    assert not thread.is_alive(), "an LLM that was not closed stops with its last reference"
+
+
+WINDOWED = {"sliding_window": 16, "use_sliding_window": True}
+
+
+def test_a_window_that_only_the_mask_knows_is_refused(tmp_path):
+    """qwen2_moe passes no window to its attention; without its mask it would attend to everything."""
+    path = tiny_checkpoint(tmp_path / "windowed", "qwen2_moe", **WINDOWED)
+    with pytest.raises(ConfigError, match="sliding window of 16"):
+        LLM(str(path), **SMALL)
+
+
+def test_longrope_is_cut_where_its_factors_would_depend_on_neighbours(tmp_path):
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 1.0,
+        "short_factor": [1.0] * 8,
+        "long_factor": [4.0] * 8,
+        "original_max_position_embeddings": 32,
+    }
+    path = tiny_checkpoint(
+        tmp_path / "long", "phi3", rope_parameters=rope, original_max_position_embeddings=32
+    )
+    options = {"num_threads": 1, "kv_memory": "16MiB"}
+    with LLM(str(path), **options) as llm:
+        together = llm.generate([[5] * 10, [6] * 20, [7] * 60], SamplingParams(max_tokens=12))
+        alone = llm.generate([[5] * 10], SamplingParams(max_tokens=12))
+    assert together[0].token_ids == alone[0].token_ids
+    assert together[2].error_code == "prompt_too_long"
+    with pytest.raises(ConfigError, match="beyond the 32 tokens"):
+        LLM(str(path), max_context_tokens=64, **options)

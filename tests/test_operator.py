@@ -182,6 +182,7 @@ def test_a_dataset_without_rows_still_has_the_columns(ray, model):
     empty = pa.table({"prompt": pa.array([], pa.string())})
     out = generate(ray.data.from_arrow(empty), model, prompt_column="prompt", **OPTIONS)
     assert out.count() == 0
+    assert out.schema().names == ["prompt", *(field.name for field in result_fields())]
 
 
 @pytest.mark.parametrize(
@@ -194,6 +195,9 @@ def test_a_dataset_without_rows_still_has_the_columns(ray, model):
         ({"prompt_column": "prompt", "sampling": {"top_pp": 1}}, "did you mean 'top_p'"),
         ({"prompt_column": "prompt", "batch_size": 0}, "batch_size"),
         ({"prompt_column": "prompt", "on_row_error": "ignore"}, "on_row_error"),
+        ({"prompt_column": "prompt", "num_gpus": 1}, "the cluster has 0"),
+        ({"prompt_column": "prompt", "num_actors": 0}, "num_actors"),
+        ({"prompt_column": "prompt", "device": "gpu"}, "unknown device"),
         ({}, "prompt_column"),
     ],
 )
@@ -236,6 +240,11 @@ class TestWithoutRay:
 
         prompts = np.array(["a", "b"], dtype=object)
         assert stage({"prompt": prompts, "n": np.array([1, 2])}).num_rows == 2
+        assert stage({"prompt": prompts[:0]}).num_rows == 0
+        assert (
+            stage({"prompt": np.array([None, None], dtype=object)})["finish_reason"].to_pylist()
+            == ["skipped"] * 2
+        )
         for bad in (
             np.array([1.0, np.nan]),
             np.array(["2024-01-01", "2024-01-02"], dtype="datetime64[s]"),

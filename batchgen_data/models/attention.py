@@ -11,6 +11,7 @@ other state than keys and values, or whose attention does not go through the reg
 from __future__ import annotations
 
 import dataclasses
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -90,6 +91,7 @@ class ShapeProbe:
 
     def __init__(self) -> None:
         self.shapes: dict[int, LayerShape] = {}
+        self.windows: dict[int, int | None] = {}
         self.num_calls = 0
 
 
@@ -123,6 +125,7 @@ def paged_attention(
         )
     if isinstance(paged, ShapeProbe):
         paged.num_calls += 1
+        paged.windows[layer] = sliding_window
         paged.shapes[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3], key.dtype)
         shape = (1, query.shape[2], query.shape[1], value.shape[3])
         return torch.zeros(shape, dtype=query.dtype, device=query.device), None
@@ -155,8 +158,17 @@ def paged_attention(
     return out_THV.unsqueeze(0), None
 
 
-def _no_mask(*_: Any, **__: Any) -> None:
-    """Causality comes from block tables and lengths."""
+_windows_asked: ContextVar[set[int] | None] = ContextVar("_windows_asked", default=None)
+
+
+def _no_mask(*_: Any, local_size: int | None = None, **__: Any) -> None:
+    """Causality comes from block tables and lengths, windows from the attention call.
+
+    `local_size` is set where the model asks for a mask with a window.
+    """
+    asked = _windows_asked.get()
+    if asked is not None and local_size:
+        asked.add(local_size)
 
 
 AttentionInterface.register(NAME, paged_attention)
@@ -221,18 +233,56 @@ def _plain_logits(model: PreTrainedModel, prompt: list[int]) -> torch.Tensor:
 def _learn_shapes(model: PreTrainedModel, prompt: list[int], num_layers: int) -> dict[int, LayerShape]:
     device = model.get_input_embeddings().weight.device
     probe = ShapeProbe()
-    model(
-        input_ids=torch.tensor([prompt], device=device),
-        position_ids=torch.arange(len(prompt), device=device).unsqueeze(0),
-        use_cache=False,
-        paged=probe,
-    )
+    windows_asked: set[int] = set()
+    reset = _windows_asked.set(windows_asked)
+    try:
+        model(
+            input_ids=torch.tensor([prompt], device=device),
+            position_ids=torch.arange(len(prompt), device=device).unsqueeze(0),
+            use_cache=False,
+            paged=probe,
+        )
+    finally:
+        _windows_asked.reset(reset)
     if probe.num_calls != num_layers or len(probe.shapes) != num_layers:
         raise ConfigError(
             f"{type(model).__name__} is not supported: {probe.num_calls} of its {num_layers} layers send "
             "attention through transformers' registry"
         )
+    _check_windows(model, windows_asked, probe.windows)
     return probe.shapes
+
+
+def _check_windows(model: PreTrainedModel, asked: set[int], windows: dict[int, int | None]) -> None:
+    """A model that applies its window in the mask only would attend to everything: masks are not used."""
+    layer_types = getattr(model.config.get_text_config(), "layer_types", None) or []
+    missed = [
+        layer
+        for layer, kind in enumerate(layer_types)
+        if kind == "sliding_attention" and not windows.get(layer)
+    ]
+    if asked and (missed or not any(windows.values())):
+        raise ConfigError(
+            f"{type(model).__name__} is not supported: it has a sliding window of {max(asked)} tokens and "
+            "does not pass it to its attention"
+        )
+
+
+def position_limit(config: Any) -> int | None:
+    """Tokens up to which a model's rotary factors do not depend on the longest sequence of a pass.
+
+    longrope picks between two sets of factors by the largest position it meets, so that one long row would
+    change all others (and a row its own past). Below the original length there is one set.
+    """
+    config = config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    for parameters in kinds:
+        if parameters.get("rope_type", parameters.get("type")) == "longrope":
+            original = parameters.get("original_max_position_embeddings")
+            original = original or getattr(config, "original_max_position_embeddings", None)
+            return int(original or config.max_position_embeddings)
+    return None
 
 
 def _paged_logits(

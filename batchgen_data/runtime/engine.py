@@ -26,8 +26,9 @@ from batchgen_data.schema import Outcome
 
 logger = logging.getLogger(__name__)
 
-# Token ids of finished greedy rows kept for equal prompts to come: 8 MiB.
-_MEMO_TOKENS = 1_000_000
+# Finished greedy rows kept for equal prompts to come, counted in token ids of 4 bytes: about 8 MiB.
+_MEMO_TOKENS = 2_000_000
+_MEMO_ENTRY_TOKENS = 256  # what an entry costs besides its tokens
 
 
 class Executor(Protocol):
@@ -64,10 +65,8 @@ class Ticket:
             row if isinstance(row, RowError) else None for row in rows
         ]
         self.num_left = sum(1 for ending in self.endings if ending is None)
-        self.fatal: BaseException | None = None
+        self.fatal: BatchgenError | None = None
         self.done = threading.Event()
-        if not self.num_left:
-            self.done.set()
 
     def settle(self, index: int, ending: _Ending | RowError) -> None:
         """Record one row's ending (engine thread only)."""
@@ -75,8 +74,6 @@ class Ticket:
             raise InternalError("a row was given a second outcome")
         self.endings[index] = ending
         self.num_left -= 1
-        if not self.num_left:
-            self.done.set()
 
     def wait(self) -> list[Outcome]:
         """Block until every row has its outcome.
@@ -95,7 +92,8 @@ class Ticket:
             self._engine.cancel(self)
             raise
         if self.fatal is not None:
-            raise self.fatal
+            # A new one per caller: raising one object in several threads would mix their tracebacks.
+            raise type(self.fatal)(str(self.fatal)) from self.fatal
         return [self._outcome(row, ending) for row, ending in zip(self.rows, self.endings, strict=True)]
 
     def _outcome(self, row: EncodedRow | RowError, ending: _Ending | RowError | None) -> Outcome:
@@ -105,7 +103,11 @@ class Ticket:
         if ending is None or isinstance(row, RowError):
             raise InternalError("a row has no outcome")
         token_ids = ending.token_ids.tolist()
-        text = ending_text(ending, token_ids, row.sampling, self._engine.decode)
+        try:
+            text = ending_text(ending, token_ids, row.sampling, self._engine.decode)
+        except Exception as error:
+            cause = f"decoding the generated tokens raised {type(error).__name__}"
+            return Outcome.failed(RowError("decode_error", cause), num_input)
         return Outcome(
             finish_reason=ending.finish_reason,  # type: ignore[arg-type]
             stop_reason=ending.stop_reason,
@@ -164,9 +166,10 @@ class Engine:
     ) -> None:
         self.scheduler = Scheduler(limits)
         self.context_tokens = context_tokens
-        self._executor = executor
+        self._executor: Executor | None = executor
         self._tokenizer = tokenizer
-        self._eos_token_ids = eos_token_ids
+        # Some tokenizers name an end token beyond the model's vocabulary; it can never be sampled.
+        self._eos_token_ids = frozenset(token for token in eos_token_ids if token < vocab_size)
         self._vocab_size = vocab_size
         self._reuse = limits.prefix_reuse
         self._check = check
@@ -179,9 +182,10 @@ class Engine:
         self._memo: OrderedDict[tuple[Any, ...], _Ending] = OrderedDict()
         self._memo_tokens = 0
         self._inbox: deque[Ticket | _Cancel] = deque()
+        self._open: dict[int, Ticket] = {}
         self._wake = threading.Condition()
         self._closing = False
-        self._fatal: BaseException | None = None
+        self._fatal: BatchgenError | None = None
         self._counts = {
             "rows": 0,
             "rows_done": 0,
@@ -204,9 +208,10 @@ class Engine:
         ticket = Ticket(self, rows)
         with self._wake:
             if self._fatal is not None:
-                raise self._fatal
+                raise type(self._fatal)(str(self._fatal)) from self._fatal
             if self._closing:
                 raise BatchgenError("the engine is closed")
+            self._open[id(ticket)] = ticket
             self._inbox.append(ticket)
             self._wake.notify()
         return ticket
@@ -237,6 +242,8 @@ class Engine:
             self._wake.notify()
         if threading.current_thread() is not self._thread:
             self._thread.join()
+            # The last reference to the KV pool, and with the caller's to the model.
+            self._executor = None
 
     # Everything below runs in the engine thread.
 
@@ -266,12 +273,16 @@ class Engine:
             if step is None:
                 continue
             try:
+                assert self._executor is not None  # until the thread has ended
                 results = self._executor.run(step)
             except Exception as error:
                 if _is_device_fault(error):
                     raise DeviceError(f"the device failed: {_first_line(error)}") from error
                 logger.warning("a pass of %d rows raised %s", len(step.chunks), type(error).__name__)
-                finished = self.scheduler.step_failed(step, _first_line(error))
+                if _is_out_of_memory(error):
+                    finished = self.scheduler.step_too_large(step)
+                else:
+                    finished = self.scheduler.step_failed(step, _first_line(error))
             else:
                 ran = time.perf_counter()
                 self._seconds["run_s"] += ran - planned
@@ -323,8 +334,11 @@ class Engine:
                 self._owners[leader.seq_id].append((ticket, index))
                 continue
             self._start_sequence(ticket, index, row, key)
+        self._close_if_done(ticket)
 
     def _refusal(self, row: EncodedRow) -> RowError | None:
+        if not row.prompt_token_ids:
+            return RowError("empty_prompt", "the prompt has no tokens")
         if len(row.prompt_token_ids) >= self.context_tokens:
             return PromptTooLongError(len(row.prompt_token_ids), self.context_tokens)
         if max(row.prompt_token_ids) >= self._vocab_size:
@@ -334,13 +348,8 @@ class Engine:
                 f"the prompt holds token {max(row.prompt_token_ids)}, but the model's vocabulary has "
                 f"{self._vocab_size} tokens",
             )
-        bad = next((token for token, _ in row.sampling.logit_bias if token >= self._vocab_size), None)
-        if bad is not None:
-            return RowError(
-                "invalid_sampling",
-                f"logit_bias names token {bad}, but the model's vocabulary has {self._vocab_size} tokens",
-            )
-        return None
+        problem = vocabulary_problem(row.sampling, self._vocab_size)
+        return RowError("invalid_sampling", problem) if problem else None
 
     def _start_sequence(
         self, ticket: Ticket, index: int, row: EncodedRow, key: tuple[Any, ...] | None
@@ -401,6 +410,12 @@ class Engine:
     def _settle(self, ticket: Ticket, index: int, ending: _Ending | RowError) -> None:
         self._count(ending)
         ticket.settle(index, ending)
+        self._close_if_done(ticket)
+
+    def _close_if_done(self, ticket: Ticket) -> None:
+        if not ticket.num_left and not ticket.done.is_set():
+            del self._open[id(ticket)]
+            ticket.done.set()
 
     def _count(self, ending: _Ending | RowError) -> None:
         self._counts["rows_done"] += 1
@@ -409,10 +424,9 @@ class Engine:
 
     def _remember(self, key: tuple[Any, ...], ending: _Ending) -> None:
         self._memo[key] = ending
-        self._memo_tokens += len(ending.token_ids) + len(key[0]) // 4
+        self._memo_tokens += _memo_size(key, ending)
         while self._memo_tokens > _MEMO_TOKENS:
-            (prompt, _), old = self._memo.popitem(last=False)
-            self._memo_tokens -= len(old.token_ids) + len(prompt) // 4
+            self._memo_tokens -= _memo_size(*self._memo.popitem(last=False))
 
     def _cancel(self, ticket: Ticket) -> None:
         error = RowError("cancelled", "the call that owned this row was interrupted")
@@ -427,17 +441,32 @@ class Engine:
                 self.scheduler.cancel(sequence, error)
                 self._deliver(sequence)
 
-    def _abandon(self, fatal: BaseException) -> None:
+    def _abandon(self, fatal: BatchgenError) -> None:
         """Wake every waiting caller with the reason the engine stopped."""
         with self._wake:
-            self._fatal = fatal
-            tickets = {id(item): item for item in self._inbox if isinstance(item, Ticket)}
+            if not self._closing:
+                self._fatal = fatal
+            waiting, self._open = list(self._open.values()), {}
             self._inbox.clear()
-        for owners in self._owners.values():
-            tickets.update((id(ticket), ticket) for ticket, _ in owners)
-        for ticket in tickets.values():
+        for ticket in waiting:
             ticket.fatal = fatal
             ticket.done.set()
+
+
+def vocabulary_problem(sampling: ResolvedSampling, vocab_size: int) -> str | None:
+    """Say which setting names a token that the model does not have, or None."""
+    for name, ids in (
+        ("logit_bias", [token for token, _ in sampling.logit_bias]),
+        ("stop_token_ids", sampling.stop_token_ids),
+    ):
+        bad = next((token for token in ids if token >= vocab_size), None)
+        if bad is not None:
+            return f"{name} names token {bad}, but the model's vocabulary has {vocab_size} tokens"
+    return None
+
+
+def _memo_size(key: tuple[Any, ...], ending: _Ending) -> int:
+    return len(ending.token_ids) + len(key[0]) // 4 + _MEMO_ENTRY_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -447,10 +476,15 @@ class _Cancel:
 
 def _is_device_fault(error: Exception) -> bool:
     """A CUDA fault poisons the process: every later call fails or, worse, returns rubbish."""
-    if isinstance(error, torch.OutOfMemoryError):
-        return False
-    kinds = tuple(kind for kind in (getattr(torch, "AcceleratorError", None),) if isinstance(kind, type))
-    return isinstance(error, kinds) or "CUDA error" in str(error)
+    accelerator_error = getattr(torch, "AcceleratorError", None)
+    if isinstance(accelerator_error, type) and isinstance(error, accelerator_error):
+        return not _is_out_of_memory(error)
+    return "CUDA error" in str(error) and not _is_out_of_memory(error)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    # PyTorch's CPU allocator raises a plain RuntimeError.
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "not enough memory" in str(error)
 
 
 def _first_line(error: BaseException) -> str:

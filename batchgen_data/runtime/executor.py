@@ -19,6 +19,7 @@ from batchgen_data.models.attention import KVPool, PagedBatch, Prefill
 from batchgen_data.runtime.coroutine import CoroutineCounts, run_sub_batches
 from batchgen_data.runtime.sampler import sample
 from batchgen_data.runtime.scheduler import Chunk, Step
+from batchgen_data.runtime.sequence import Sequence
 
 
 @dataclasses.dataclass(slots=True)
@@ -76,38 +77,64 @@ class TorchExecutor:
             Exception: whatever the model raises; nothing of the step counts then.
         """
         started = time.perf_counter()
-        lanes = self._lanes(step)
-        forwards = [self._forward(chunks) for chunks in lanes]
-        packed = time.perf_counter()
-        side_by_side = len(lanes) > 1 and not self.sub_batch
-        logits = torch.cat(self._run_lanes(forwards) if side_by_side else self._run_together(forwards))
-        sequences = [chunk.sequence for chunks in lanes for chunk in chunks if chunk.samples]
-        # Reading a result back waits for the device; before that, clocks would time the launch only.
-        computed = time.perf_counter()
-        results = sample(logits, sequences) if sequences else []
-        sampled = time.perf_counter()
-        self.timings.pack_s += packed - started
-        self.timings.forward_s += computed - packed
-        self.timings.sample_s += sampled - computed
-        return {sequence.seq_id: result for sequence, result in zip(sequences, results, strict=True)}
+        parts = self._parts(step)
+        forwards = [self._forward(chunks) for chunks in parts]
+        sequences = [[chunk.sequence for chunk in chunks if chunk.samples] for chunks in parts]
+        self.timings.pack_s += time.perf_counter() - started
+        if self.sub_batch or len(parts) == 1:
+            results = self._run_together(forwards, sequences)
+        else:
+            results = self._run_lanes(forwards, sequences)
+        return results
 
-    def _run_together(self, forwards: list[Callable[[], torch.Tensor]]) -> list[torch.Tensor]:
+    def _run_together(
+        self, forwards: list[Callable[[], torch.Tensor]], sequences: list[list[Sequence]]
+    ) -> dict[int, int | RowError]:
         """As coroutines of this thread, which combine at the model's yield points."""
         if self.num_threads > 1:
             torch.set_num_threads(self.num_threads)
-        return run_sub_batches(forwards, self.coroutine_counts)
+        started = time.perf_counter()
+        logits = run_sub_batches(forwards, self.coroutine_counts)
+        self.timings.forward_s += time.perf_counter() - started
+        results: dict[int, int | RowError] = {}
+        for part, part_sequences in zip(logits, sequences, strict=True):
+            results |= self._sample(part, part_sequences)
+        return results
 
-    def _run_lanes(self, forwards: list[Callable[[], torch.Tensor]]) -> list[torch.Tensor]:
-        """Side by side, each on one thread."""
+    def _run_lanes(
+        self, forwards: list[Callable[[], torch.Tensor]], sequences: list[list[Sequence]]
+    ) -> dict[int, int | RowError]:
+        """Side by side, each on one thread, sampling included."""
+
+        @torch.inference_mode()  # grad modes belong to a thread
+        def run(lane: int) -> dict[int, int | RowError]:
+            return self._sample(forwards[lane](), sequences[lane])
+
         torch.set_num_threads(1)
-        others = [self._others.submit(_in_inference_mode, forward) for forward in forwards[1:]]
+        started = time.perf_counter()
+        sampled_before_s = self.timings.sample_s
+        others = [self._others.submit(run, lane) for lane in range(1, len(forwards))]
         try:
-            first = forwards[0]()
+            results = run(0)
         finally:
             wait(others)  # nobody may still write pages when a failed step is taken apart
-        return [first, *(other.result() for other in others)]
+        for other in others:
+            results |= other.result()
+        # Lanes sample at their own times: count the mean, and the rest of the clock as forward.
+        sampled_s = (self.timings.sample_s - sampled_before_s) / len(forwards)
+        self.timings.sample_s = sampled_before_s + sampled_s
+        self.timings.forward_s += time.perf_counter() - started - sampled_s
+        return results
 
-    def _lanes(self, step: Step) -> list[tuple[Chunk, ...]]:
+    def _sample(self, logits: torch.Tensor, sequences: list[Sequence]) -> dict[int, int | RowError]:
+        if not sequences:
+            return {}
+        started = time.perf_counter()
+        results = sample(logits, sequences)
+        self.timings.sample_s += time.perf_counter() - started
+        return {sequence.seq_id: result for sequence, result in zip(sequences, results, strict=True)}
+
+    def _parts(self, step: Step) -> list[tuple[Chunk, ...]]:
         if self.sub_batch:
             starts = range(0, len(step.chunks), self.sub_batch)
             return [step.chunks[start : start + self.sub_batch] for start in starts]
@@ -186,9 +213,3 @@ class TorchExecutor:
             prefills.append(Prefill(first, last, page_ids, chunk.end))
             first = last
         return tuple(prefills)
-
-
-@torch.inference_mode()
-def _in_inference_mode(forward: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """Grad modes belong to a thread."""
-    return forward()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import torch
@@ -24,13 +25,16 @@ def free_memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     free = _system_free_bytes()
-    for limit_name, used_name in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    for folder, limit_name, used_name in (
+        (_CGROUP, "memory.max", "memory.current"),
+        (_CGROUP / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
     ):
-        limit, used = _read(_CGROUP / limit_name).strip(), _read(_CGROUP / used_name).strip()
+        limit, used = _read(folder / limit_name).strip(), _read(folder / used_name).strip()
         if limit.isdigit() and used.isdigit():
-            free = min(free, max(0, int(limit) - int(used)))
+            # File cache counts as used, but the system takes it back when memory is needed.
+            cache = re.search(r"^(?:total_)?inactive_file (\d+)", _read(folder / "memory.stat"), re.MULTILINE)
+            in_use = int(used) - (int(cache[1]) if cache else 0)
+            free = min(free, max(0, int(limit) - in_use))
     return free
 
 

@@ -12,6 +12,7 @@ refill from suspended sequences, then waiting ones, first in first out.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import deque
 from collections.abc import Mapping
 
@@ -20,6 +21,8 @@ from batchgen_data.runtime.pages import PagePool
 from batchgen_data.runtime.sequence import Sequence, State
 
 RESERVE_PAGES = 2
+# How far past sequences that wait for a page of the current pass to look for others.
+_LOOK_AHEAD = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,6 +92,9 @@ class Scheduler:
         self._suspects: deque[Sequence] = deque()
         self._counts = Counts()
         self._steps_to_boundary = 0
+        # Lowered when the device runs out of memory.
+        self._max_step_tokens = limits.max_step_tokens
+        self._max_sequences = limits.max_sequences
         self._planned_names: set[bytes] = set()
 
     @property
@@ -154,12 +160,13 @@ class Scheduler:
             if sequence.decoding
         ]
         self._counts.decode_tokens += len(chunks)
-        budget = self.limits.max_step_tokens - len(chunks)
+        budget = max(self._max_step_tokens - len(chunks), 0)
         for sequence in self._active.values():
             if budget > 0 and not sequence.decoding:
                 budget -= self._append_prefill(chunks, sequence, budget)
         while budget > 0 and (admitted := self._admit()) is not None:
             budget -= self._append_prefill(chunks, admitted, budget)
+        self._spend_rest(chunks, budget)
         if not chunks:
             if self.num_unfinished:
                 raise InternalError("sequences are left but none can run")
@@ -194,7 +201,7 @@ class Scheduler:
                     self.pool.forget(page)
             else:
                 self._name_pages(sequence)
-                if not sequence.accept(result):
+                if not _accept(sequence, result):
                     continue
             self._finish(sequence)
             finished.append(sequence)
@@ -223,6 +230,19 @@ class Scheduler:
                 self._yield(sequence)
         return failed
 
+    def step_too_large(self, step: Step) -> list[Sequence]:
+        """The device had no memory for the pass: make passes half as large; return who failed for good.
+
+        A pass of one sequence that is as small as it can be fails that sequence.
+        """
+        if len(step.chunks) == 1 and step.num_tokens <= max(1, self._max_step_tokens // 2):
+            return self.step_failed(step, "the device has no memory for it")
+        self._max_step_tokens = max(1, step.num_tokens // 2)
+        self._max_sequences = max(1, min(self._max_sequences, len(self._active)) // 2)
+        while len(self._active) > self._max_sequences:
+            self._yield(max(self._active.values(), key=lambda s: s.seq_id))
+        return []
+
     def statistics(self) -> dict[str, int]:
         """Totals since the start, and what is held now."""
         return {
@@ -230,6 +250,8 @@ class Scheduler:
             "active": len(self._active),
             "waiting": len(self._waiting),
             "suspended": len(self._suspended) + self._num_idle_suspects(),
+            "max_step_tokens": self._max_step_tokens,
+            "max_sequences": self._max_sequences,
             "pages": self.limits.num_pages,
             "pages_in_use": self.pool.num_in_use,
         }
@@ -290,32 +312,45 @@ class Scheduler:
         self._steps_to_boundary = self.limits.page_tokens
 
     def _admit(self) -> Sequence | None:
-        """Activate the first suspended, else the first waiting sequence, if its pages are to be had."""
+        """Activate the first suspended, else the first waiting sequence, if its pages are to be had.
+
+        One that only waits for a page this very pass computes lets those behind it go first.
+        """
         queue = self._suspended or self._waiting
-        if not queue or len(self._active) >= self.limits.max_sequences:
+        if not queue or len(self._active) >= self._max_sequences:
             return None
         # One that yielded before comes back only when the others can also go on for a page without it,
         # or it would be driven out again at the next boundary.
         headroom = self._next_boundary_pages() if queue is self._suspended else 0
-        if not self._activate(queue[0], headroom):
-            return None
-        return queue.popleft()
+        for position, sequence in enumerate(itertools.islice(queue, _LOOK_AHEAD)):
+            if self._waits_for_this_pass(sequence):
+                continue
+            if not self._activate(sequence, headroom):
+                return None
+            del queue[position]
+            return sequence
+        return None
+
+    def _waits_for_this_pass(self, sequence: Sequence) -> bool:
+        """Whether this pass computes the next page that the sequence could share.
+
+        From the next pass on it does not have to compute that again: the first wave shares too.
+        """
+        if not self._planned_names:
+            return False
+        num_full = (sequence.num_tokens - 1) // self.limits.page_tokens
+        names = sequence.page_names(self.limits.page_tokens, num_full)
+        num_shared = len(self.pool.match(names))
+        return num_shared < num_full and names[num_shared] in self._planned_names
 
     def _activate(self, sequence: Sequence, headroom: int = 0) -> bool:
-        """Give a sequence its pages, shared ones first; False when it has to wait.
-
-        It waits when too few pages are available, and when this very pass computes a page that it could
-        share: from the next pass on it does not have to compute that again (the first wave shares too).
-        """
+        """Give a sequence its pages, shared ones first; False when too few are available."""
         page_tokens = self.limits.page_tokens
         shared: list[int] = []
         if self.limits.prefix_reuse:
             # At least the last token is computed, for its logits.
             num_full = (sequence.num_tokens - 1) // page_tokens
-            names = sequence.page_names(page_tokens, num_full)
-            shared = self.pool.match(names)
-            if len(shared) < num_full and names[len(shared)] in self._planned_names:
-                return False
+            shared = self.pool.match(sequence.page_names(page_tokens, num_full))
         fresh = self._pages_wanted(sequence) - len(shared)
         if fresh + self.pool.num_kept(shared) + headroom > self.pool.num_available:
             return False
@@ -340,13 +375,24 @@ class Scheduler:
         """Add the next prefill chunk of a sequence and return its tokens."""
         start = sequence.num_computed
         end = min(sequence.num_tokens, start + min(budget, self.limits.max_chunk_tokens or budget))
-        chunks.append(Chunk(sequence, start, end, end == sequence.num_tokens))
+        chunks.append(self._planned_chunk(sequence, start, end))
+        return end - start
+
+    def _spend_rest(self, chunks: list[Chunk], budget: int) -> None:
+        """Nobody else can come in: let the chunks that `max_chunk_tokens` cut short grow."""
+        for index, chunk in enumerate(chunks):
+            room = min(budget, chunk.sequence.num_tokens - chunk.end)
+            if room > 0:
+                self._counts.prefill_tokens -= chunk.end - chunk.start
+                chunks[index] = self._planned_chunk(chunk.sequence, chunk.start, chunk.end + room)
+                budget -= room
+
+    def _planned_chunk(self, sequence: Sequence, start: int, end: int) -> Chunk:
         self._counts.prefill_tokens += end - start
         if self.limits.prefix_reuse:
-            num_full = end // self.limits.page_tokens
-            names = sequence.page_names(self.limits.page_tokens, num_full)
+            names = sequence.page_names(self.limits.page_tokens, end // self.limits.page_tokens)
             self._planned_names.update(names[sequence.num_named :])
-        return end - start
+        return Chunk(sequence, start, end, end == sequence.num_tokens)
 
     def _name_pages(self, sequence: Sequence) -> None:
         """Publish the full pages computed so far for reuse."""
@@ -399,10 +445,21 @@ class Scheduler:
             while not self._activate(suspect):
                 self._yield(max(self._active.values(), key=lambda s: s.seq_id))
         chunks: list[Chunk] = []
-        self._append_prefill(chunks, suspect, self.limits.max_step_tokens)
+        self._append_prefill(chunks, suspect, self._max_step_tokens)
         self._counts.steps += 1
         return Step(tuple(chunks))
 
     def _clear_suspect(self, sequence: Sequence) -> None:
         sequence.suspect = False
         self._suspects.remove(sequence)
+
+
+def _accept(sequence: Sequence, token_id: int) -> bool:
+    """Append a token; what raises on the way (decoding text for stop strings) is this row's own failure."""
+    try:
+        return sequence.accept(token_id)
+    except Exception as error:
+        sequence.fail(
+            RowError("decode_error", f"decoding the generated tokens raised {type(error).__name__}")
+        )
+        return True

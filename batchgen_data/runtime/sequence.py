@@ -35,8 +35,9 @@ class Sequence:
     """
 
     __slots__ = (
+        "_named_stop_ids",
         "_page_names",
-        "_stop_text",
+        "_stop_bytes",
         "decode_text",
         "error",
         "finish_reason",
@@ -74,9 +75,9 @@ class Sequence:
         self.num_prompt = len(prompt_token_ids)
         self.sampling = sampling
         self.limit_tokens = limit_tokens
-        self.stop_ids = frozenset(sampling.stop_token_ids) | (
-            frozenset() if sampling.ignore_eos else eos_token_ids
-        )
+        eos = frozenset() if sampling.ignore_eos else eos_token_ids
+        self.stop_ids = frozenset(sampling.stop_token_ids) | eos
+        self._named_stop_ids = self.stop_ids - eos
         self.row_key = row_key
         self.decode_text = decode_text
         self.state = State.WAITING
@@ -91,7 +92,7 @@ class Sequence:
         self.stop_at: int | None = None
         self.error: RowError | None = None
         self._page_names: list[bytes] = []
-        self._stop_text = max((len(text.encode()) for text in sampling.stop), default=0)
+        self._stop_bytes = max((len(text.encode()) for text in sampling.stop), default=0)
 
     @property
     def num_tokens(self) -> int:
@@ -125,14 +126,14 @@ class Sequence:
     def accept(self, token_id: int) -> bool:
         """Append a sampled token and say whether the sequence is finished by it."""
         self.token_ids.append(token_id)
-        if self.num_generated >= self.sampling.min_tokens:
-            if token_id in self.stop_ids:
-                self.finish_reason = "stop"
-                if token_id in self.sampling.stop_token_ids:
-                    self.stop_reason = str(token_id)
-                return True
-            if self._stop_text and self._find_stop_string():
-                return True
+        if self.num_generated >= self.sampling.min_tokens and token_id in self.stop_ids:
+            self.finish_reason = "stop"
+            # As in vLLM: the model's own end token needs no reason.
+            if token_id in self._named_stop_ids:
+                self.stop_reason = str(token_id)
+            return True
+        if self._stop_bytes and self.num_generated > self.sampling.min_tokens and self._find_stop_string():
+            return True
         if len(self.token_ids) >= self.limit_tokens:
             self.finish_reason = "length"
             self.stop_reason = self.length_reason
@@ -147,19 +148,11 @@ class Sequence:
     def _find_stop_string(self) -> bool:
         if self.decode_text is None:
             return False
-        generated = self.generated_ids
-        # A token is at least one byte of text, or special: this many tokens hold any stop string that the
-        # newest token could complete, with room for a character cut by the window's edge.
-        tail = self.decode_text(generated[-(self._stop_text + 8) :])
-        if not any(stop in tail for stop in self.sampling.stop):
+        if not any(stop in self._tail_text() for stop in self.sampling.stop):
             return False
-        # What was complete before `min_tokens` does not count.
-        exempt = (
-            len(self.decode_text(generated[: self.sampling.min_tokens - 1]))
-            if self.sampling.min_tokens
-            else 0
-        )
-        text = self.decode_text(generated)
+        # Text complete by the `min_tokens`-th token does not count, as in vLLM.
+        exempt = len(self.decode_text(self.generated_ids[: self.sampling.min_tokens]))
+        text = self.decode_text(self.generated_ids)
         found = [
             (position, stop)
             for stop in self.sampling.stop
@@ -170,3 +163,15 @@ class Sequence:
         self.finish_reason = "stop"
         self.stop_at, self.stop_reason = min(found, key=lambda item: (item[0], len(item[1])))
         return True
+
+    def _tail_text(self) -> str:
+        """Decode the newest tokens: at least twice the longest stop string, or all there is."""
+        assert self.decode_text is not None
+        # Most tokens are at least a byte of text; special ones may be none, so look whether it was enough.
+        window = self._stop_bytes + 8
+        while True:
+            first = max(self.num_prompt, len(self.token_ids) - window)
+            text = self.decode_text(self.token_ids[first:])
+            if first == self.num_prompt or len(text.encode()) >= self._stop_bytes + 8:
+                return text
+            window *= 2

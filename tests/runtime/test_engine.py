@@ -161,7 +161,7 @@ def test_stop_strings_before_min_tokens_do_not_count(make_engine):
     tokens = expected([5], 30)
     text = Letters().decode(tokens, skip_special_tokens=True)
     (outcome,) = run(make_engine(), [row([5], max_tokens=30, min_tokens=20, stop=(text[2:5],))])
-    assert len(outcome.token_ids) >= 20
+    assert len(outcome.token_ids) > 20
 
 
 def test_equal_greedy_prompts_run_once_in_flight_and_afterwards(make_engine):
@@ -210,6 +210,57 @@ def test_a_device_fault_stops_the_engine_and_wakes_every_caller(make_engine):
         ticket.wait()
     with pytest.raises(DeviceError):
         engine.submit([row([1], max_tokens=4)])
+
+
+def test_an_error_while_taking_rows_in_wakes_their_caller(make_engine, monkeypatch):
+    engine = make_engine()
+    monkeypatch.setattr(engine, "_refusal", lambda row: 1 // 0)
+    with pytest.raises(InternalError, match="ZeroDivisionError"):
+        run(engine, [row([1], max_tokens=4)])
+
+
+@pytest.mark.parametrize("settings", [{}, {"stop": ("zz",)}])
+def test_text_that_cannot_be_decoded_fails_its_row_only(make_engine, settings):
+    engine = make_engine()
+    poison = expected([5], 3)[2]
+
+    def decode(token_ids, *, skip_special_tokens):
+        if poison in token_ids:
+            raise ValueError("not text")
+        return "".join(chr(97 + token % 26) for token in token_ids)
+
+    engine._tokenizer.decode = decode
+    outcomes = run(engine, [row([5], max_tokens=6, **settings), row([6], max_tokens=6, **settings)])
+    assert [o.error_code for o in outcomes] == ["decode_error", None]
+
+
+def test_a_device_without_memory_gets_smaller_passes(make_engine):
+    executor = FakeExecutor(PAGE_TOKENS)
+
+    def fault(step):
+        if step.num_tokens > 6:
+            raise MemoryError("out of memory")
+
+    executor.fault = fault
+    engine = make_engine(executor)
+    outcomes = run(engine, [row([i] * 9, max_tokens=8) for i in range(8)])
+    assert [o.token_ids for o in outcomes] == [expected([i] * 9, 8) for i in range(8)]
+    assert engine.statistics()["max_step_tokens"] <= 6
+    executor.fault = lambda step: (_ for _ in ()).throw(MemoryError("none at all"))
+    (outcome,) = run(engine, [row([77], max_tokens=8)])
+    assert outcome.error_code == "model_error"
+
+
+def test_stop_text_hidden_behind_tokens_without_text_is_found(make_engine):
+    tokens = expected([5], 60)
+    silent = set(tokens[10:45])
+    engine = make_engine()
+    engine._tokenizer.decode = lambda ids, *, skip_special_tokens: "".join(
+        chr(97 + token % 26) for token in ids if token not in silent
+    )
+    text = engine._tokenizer.decode(tokens, skip_special_tokens=True)
+    (outcome,) = run(engine, [row([5], max_tokens=60, stop=(text[8:12],))])
+    assert outcome.finish_reason == "stop"
 
 
 def test_a_bug_of_ours_is_raised_not_hung_on(make_engine):

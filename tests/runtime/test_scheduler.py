@@ -259,3 +259,24 @@ def test_the_same_calls_give_the_same_decisions():
         return trace
 
     assert decisions() == decisions()
+
+
+def test_rows_behind_one_that_waits_for_a_prefix_go_first():
+    scheduler = Scheduler(limits(num_pages=200, max_step_tokens=16, max_chunk_tokens=8))
+    shared = list(range(100, 160))
+    for seq_id in range(3):
+        scheduler.add(sequence(seq_id, [*shared, seq_id], 2))
+    scheduler.add(sequence(3, [7, 8, 9], 2))
+    step = scheduler.plan_step()
+    assert [chunk.sequence.seq_id for chunk in step.chunks] == [0, 3]
+    assert step.num_tokens == 16, "what nobody else can use goes to the chunk that was cut short"
+    executor = FakeExecutor(4)
+    scheduler.complete(step, executor.run(step))
+    drain(scheduler, executor)
+    assert scheduler.statistics()["reused_tokens"] == 2 * 60
+
+
+def test_one_long_prompt_alone_gets_the_whole_pass():
+    scheduler = Scheduler(limits(max_step_tokens=16, max_chunk_tokens=2))
+    scheduler.add(sequence(0, range(40), 2))
+    assert scheduler.plan_step().num_tokens == 16
