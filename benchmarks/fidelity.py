@@ -3,10 +3,10 @@
     python benchmarks/fidelity.py [--mt-bench 80] [--gsm8k 200] [--new-tokens 64]
 
 80 MT-bench first turns and 200 GSM8K questions through the chat template, 64 new tokens each, batched here
-at a roomy and at a tight KV pool (which forces suspensions). Each difference is followed to its first
-token, and the gap between the two candidates' logits in transformers' own forward pass is shown: below
-1e-4 it is a tie that float32 cannot decide. Writes bench-results/fidelity.json. The reference takes about
-15 minutes on 2 cores and is kept there for the next run.
+at a roomy and at a tight KV pool (which, with short pages, forces suspensions). Each difference is followed
+to its first token, and the gap between the two candidates' logits in transformers' own forward pass is shown:
+below 1e-4 it is a tie that float32 cannot decide. Writes bench-results/fidelity-POOLS.json. The reference
+takes about half an hour on 2 cores and is kept there for the next run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from typing import Any
 from workload import DATA, RESULTS, machine, need, smollm2_folder
 
 TIE = 1e-4
-POOLS = {"roomy": {"kv_memory": "4GiB"}, "tight": {"kv_memory": "160MiB"}}
+POOLS: dict[str, dict[str, Any]] = {
+    "roomy": {"kv_memory": "4GiB"},
+    "tight": {"kv_memory": "160MiB", "page_tokens": 16},
+}
 
 
 def prompts(data: Path, num_mt_bench: int, num_gsm8k: int) -> list[str]:
@@ -79,6 +82,7 @@ def main() -> None:
     parser.add_argument("--gsm8k", type=int, default=200)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--data", type=Path, default=DATA)
+    parser.add_argument("--pools", default=",".join(POOLS), help="which KV pools to run with")
     options = parser.parse_args()
 
     import torch
@@ -98,7 +102,8 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     wanted = reference(model, prompt_ids, options.new_tokens)
     report: dict[str, Any] = {"machine": machine(), "rows": len(texts), "new_tokens": options.new_tokens}
-    for name, pool in POOLS.items():
+    for name in options.pools.split(","):
+        pool = POOLS[name]
         with LLM(folder, **pool) as llm:
             started = time.perf_counter()
             outcomes = llm.generate(texts, SamplingParams(temperature=0, max_tokens=options.new_tokens))
@@ -118,7 +123,7 @@ def main() -> None:
         for difference in differences:
             print(f"  row {difference['row']}: token {difference['at']}, logit gap {difference['gap']:.2e}")
         report[name] = {"suspensions": yields, "seconds": seconds, "differences": differences}
-    (RESULTS / "fidelity.json").write_text(json.dumps(report, indent=1))
+    (RESULTS / f"fidelity-{options.pools}.json").write_text(json.dumps(report, indent=1))
 
 
 if __name__ == "__main__":
