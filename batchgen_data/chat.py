@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -73,7 +74,7 @@ class ChatFormat:
         one is begun.
 
         Raises:
-            RowError: `chat_template_error`, with the template's own message if it refused.
+            RowError: `chat_template_error`, with the template's own message if it refused in fixed words.
         """
         conversation = [dict(message) for message in messages]
         if self.system is not None and conversation[0]["role"] != "system":
@@ -91,7 +92,9 @@ class ChatFormat:
                 **(self.template_kwargs or {}),
             )
         except TemplateError as error:
-            message = f"the chat template refused the conversation: {str(error)[:200]}"
+            message = "the chat template refused the conversation"
+            if self._is_in_template(str(error), tokenizer):
+                message += f": {str(error)[:200]}"
             raise RowError("chat_template_error", message) from error
         except Exception as error:
             # Only the kind: transformers quotes the whole conversation in some of its messages.
@@ -99,6 +102,12 @@ class ChatFormat:
             if continues:
                 message += "; the conversation ends with an assistant message, which could not be continued"
             raise RowError("chat_template_error", message) from error
+
+    def _is_in_template(self, message: str, tokenizer: Any) -> bool:
+        """Whether a template's message stands in its source; one put together may quote the conversation."""
+        kwargs = self.template_kwargs or {}
+        source = str(tokenizer.get_chat_template(kwargs.get("chat_template"), kwargs.get("tools")))
+        return bool(message) and message in re.sub(r"\\(.)", r"\1", source)
 
     def encode(
         self, prompts: Sequence[str | list[dict[str, Any]] | list[int] | RowError], tokenizer: Any

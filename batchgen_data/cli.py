@@ -59,6 +59,9 @@ class SharedOptions:
     raw: Annotated[bool, _option(_PROMPT, "Send the text as it is, without the chat template.", "--raw")] = (
         False
     )
+    chat_template_kwargs: Annotated[
+        str | None, _option(_PROMPT, "Variables of the chat template, as one JSON object.")
+    ] = None
     on_null: Annotated[
         str, _option(_PROMPT, "Rows with a null the prompt needs: skip (default), error or render.")
     ] = "skip"
@@ -94,7 +97,9 @@ class SharedOptions:
         bool | None, _option(_SAMPLING, "Sample, at the model's temperature; --no-do-sample is greedy.")
     ] = None
     revision: Annotated[str | None, _option(_MODEL, "Hub revision of the model.")] = None
-    tokenizer: Annotated[str | None, _option(_MODEL, "Other folder or id of the tokenizer.")] = None
+    tokenizer: Annotated[str | None, _option(_MODEL, "Other folder, id or id@revision of the tokenizer.")] = (
+        None
+    )
     device: Annotated[str | None, _option(_MODEL, "auto (default), cpu, cuda, cuda:1.")] = None
     dtype: Annotated[str | None, _option(_MODEL, "auto (default), float32, bfloat16, float16.")] = None
     num_threads: Annotated[int | None, _option(_MODEL, "CPU threads per worker.")] = None
@@ -132,11 +137,11 @@ class RunOptions(SharedOptions):
 class PreviewOptions(SharedOptions):
     """Options of ``batchgen preview``."""
 
-    num_rows: Annotated[int, _option(_RUN, "Rows to show (default 5).", "--num-rows", "-n")] = 5
+    num_rows: Annotated[int, _option(_RUN, "Rows to show (default 5).", "--num-rows", "-n", min=1)] = 5
 
 
 class _Interrupted(Exception):
-    """Ctrl-C or SIGTERM stopped a command."""
+    """Ctrl-C or SIGTERM stopped a command; the text says what is left of it."""
 
 
 Inputs = Annotated[
@@ -157,7 +162,9 @@ def _command(options: type[SharedOptions]) -> Callable[[Callable[..., None]], Ca
                 body(inputs, options(**given))
             except KeyboardInterrupt as error:
                 # typer would end the process by itself, without a word.
-                raise _Interrupted from error
+                writes = options is RunOptions
+                left = "; files that are in the output's data folder are complete" if writes else ""
+                raise _Interrupted(f"interrupted{left}") from error
 
         parameters = [inspect.Parameter("inputs", inspect.Parameter.KEYWORD_ONLY, annotation=Inputs)]
         for field in fields(options):
@@ -238,6 +245,8 @@ def _job_config(inputs: list[str], options: SharedOptions) -> JobConfig:
         for field in fields(JobConfig)
         if hasattr(options, field.name) and field.name != "sampling"
     }
+    if options.chat_template_kwargs is not None:
+        given["chat_template_kwargs"] = _json_object("--chat-template-kwargs", options.chat_template_kwargs)
     if isinstance(options, PreviewOptions):
         given["limit"] = options.num_rows
     return JobConfig(
@@ -264,13 +273,20 @@ def _sampling(options: SharedOptions) -> SamplingParams:
     return SamplingParams.from_dict(single).over(base)
 
 
+_JSON_EXAMPLES = {
+    "--sampling": '{"temperature": 0.7}',
+    "--logit-bias": '{"50256": -100}',
+    "--chat-template-kwargs": '{"enable_thinking": false}',
+}
+
+
 def _json_object(option: str, value: str) -> dict[str, Any]:
     try:
         parsed = json.loads(value)
     except ValueError as error:
         raise ConfigError(f"{option} is not JSON: {error}") from error
     if not isinstance(parsed, dict):
-        raise ConfigError(f'{option} must be a JSON object such as {{"temperature": 0.7}}')
+        raise ConfigError(f"{option} must be a JSON object such as {_JSON_EXAMPLES[option]}")
     return parsed
 
 
@@ -294,9 +310,8 @@ def print_summary(console: Console, summary: RunSummary, output: str) -> None:
         if causes:
             table = Table(title, "rows", "first at", "why", box=None, pad_edge=False)
             for code, cause in sorted(causes.items()):
-                table.add_row(
-                    *(Text(str(cell)) for cell in (code, cause.count, cause.location, cause.message))
-                )
+                cells = (code, str(cause.count), cause.location, cause.message)
+                table.add_row(*(Text(_printable(cell)) for cell in cells))
             console.print(table)
     print_line(
         console,
@@ -308,8 +323,12 @@ def print_summary(console: Console, summary: RunSummary, output: str) -> None:
 
 def print_line(console: Console, text: str, *, style: str | None = None) -> None:
     """Print text as it is: no markup, no wrapping by the console; control characters show as marks."""
-    # Completions may hold escape sequences; the terminal must not obey them.
-    console.print(Text(text.translate(_CONTROL_MARKS)), style=style, soft_wrap=True)
+    console.print(Text(_printable(text)), style=style, soft_wrap=True)
+
+
+def _printable(text: str) -> str:
+    """Mark control characters: text of rows, models and files may hold escape sequences."""
+    return text.translate(_CONTROL_MARKS)
 
 
 def _note_ignored(job: CheckedJob, console: Console) -> None:
@@ -335,26 +354,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BatchgenError as error:
         return _report(error, str(error), EXIT_FAILED, arguments)
     except (_Interrupted, KeyboardInterrupt, typer.Abort) as error:
-        message = "interrupted; files that are in the output's data folder are complete"
-        return _report(error, message, EXIT_INTERRUPTED, arguments)
+        return _report(error, str(error) or "interrupted", EXIT_INTERRUPTED, arguments)
     except Exception as error:
         message = f"{type(error).__name__}: {error} (a bug; run with --debug and report it)"
         return _report(error, message, EXIT_FAILED, arguments)
 
 
 def _usage_message(error: Any) -> str:
-    message = str(error.format_message()).strip().rstrip(".")
-    if "ossible" not in message and "ean" not in message and (context := getattr(error, "ctx", None)):
-        name = getattr(error, "option_name", None)
-        known = [option for parameter in context.command.params for option in parameter.opts]
-        message += nearest(name, known) if name else ""
-    return message
+    if not hasattr(error, "possibilities"):  # all but an unknown option
+        return str(error.format_message()).strip().rstrip(".")
+    # click's own suggestions differ between its versions.
+    known = [option for parameter in error.ctx.command.params for option in parameter.opts]
+    return str(error.message).strip().rstrip(".") + nearest(error.option_name, known)
 
 
 def _report(error: BaseException, message: str, code: int, arguments: Sequence[str]) -> int:
     if "--debug" in arguments:
         traceback.print_exception(error)
-    print(f"error: {message}", file=sys.stderr)
+    print(f"error: {_printable(message)}", file=sys.stderr)
     return code
 
 

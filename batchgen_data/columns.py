@@ -6,6 +6,7 @@ import hashlib
 import struct
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -111,8 +112,10 @@ def _row_contents(table: pa.Table) -> list[bytes]:
 def _key_cells(column: pa.ChunkedArray) -> list[Any]:
     kind = column.type
     if is_text(kind) and not isinstance(kind, pa.BaseExtensionType):
-        # Bytes need no UTF-8 check, so text that cannot be decoded still has an identity.
-        return column.cast(pa.large_string()).cast(pa.large_binary()).to_pylist()
+        # Bytes need no UTF-8 check, so text that cannot be decoded still has an identity. Arrow cannot cast
+        # every dictionary (string_view values); those go the way of other types.
+        with suppress(pa.ArrowNotImplementedError):
+            return column.cast(pa.large_string()).cast(pa.large_binary()).to_pylist()
     if pa.types.is_temporal(kind) and not pa.types.is_interval(kind):
         # Plain integers: no time zone database and no pandas needed, nanoseconds kept.
         column = column.cast(pa.int32() if kind.bit_width == 32 else pa.int64())

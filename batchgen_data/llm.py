@@ -78,6 +78,7 @@ class LLM:
             "revision": loaded.source.revision,
             "device": str(loaded.model.device),
             "dtype": str(loaded.model.dtype).removeprefix("torch."),
+            "ignored_generation_settings": loaded.ignored_generation_settings,
         }
         # Fast tokenizers raise "Already borrowed" when threads encode at once.
         self._encoding = threading.Lock()

@@ -7,6 +7,7 @@ built-in values. `SamplingParams` is one layer (unset fields are None), `resolve
 
 from __future__ import annotations
 
+import logging
 import math
 import numbers
 from collections.abc import Callable, Iterable, Mapping
@@ -14,6 +15,8 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from batchgen_data.errors import ConfigError, nearest
+
+logger = logging.getLogger(__name__)
 
 # Below this, dividing logits by the temperature overflows float32 long before it changes a choice.
 GREEDY_BELOW_TEMPERATURE = 1e-5
@@ -25,6 +28,17 @@ _ALIASES = {
     "eos_token_id": "stop_token_ids",
 }
 _ONLY_ONE = ("n", "num_return_sequences")
+# Settings of transformers that change which tokens come out, with the value at which they do nothing.
+_UNSUPPORTED: dict[str, float] = {
+    **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences"), 1),
+    **dict.fromkeys(("typical_p", "top_h", "guidance_scale", "encoder_repetition_penalty"), 1.0),
+    **dict.fromkeys(("penalty_alpha", "epsilon_cutoff", "eta_cutoff", "diversity_penalty"), 0.0),
+    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length"), 0),
+    **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "sequence_bias"), 0),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "forced_decoder_ids"), -1),
+    **dict.fromkeys(("force_words_ids", "constraints", "exponential_decay_length_penalty"), 0),
+    **dict.fromkeys(("watermarking_config", "dola_layers", "max_time", "token_healing"), 0),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,7 +121,8 @@ class SamplingParams:
                 if value is not None and value != 1:
                     raise ConfigError(
                         f"{key}={_shown(value)}: only 1 completion per row is supported so far; "
-                        "repeat the row to get more"
+                        "repeat the row to get more, with a column that numbers the copies (wholly equal "
+                        "rows of different calls draw the same tokens)"
                     )
                 continue
             if name not in _CHECKS:
@@ -126,13 +141,20 @@ class SamplingParams:
         """Read a model's defaults from its Hugging Face generation config (object or plain dict).
 
         Without ``do_sample`` the model is greedy. End token ids and ``max_length`` are left out: the first
-        belong to the model whatever the parameters, the second counts the prompt.
+        belong to the model whatever the parameters, the second counts the prompt. Settings that this
+        package does not have are logged as a warning; see `ignored_generation_settings`.
 
         Raises:
             ConfigError: The config holds a value out of range.
         """
         read = config.get if isinstance(config, Mapping) else lambda name: getattr(config, name, None)
-        names = ("top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens", "min_new_tokens")
+        if ignored := ignored_generation_settings(config):
+            logger.warning(
+                "the model's generation config asks for what is not supported and has no effect here: %s",
+                ", ".join(ignored),
+            )
+        names = ["top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens", "min_new_tokens"]
+        names.append("stop_strings")
         given = {_ALIASES.get(name, name): read(name) for name in names}
         for name in ("presence_penalty", "frequency_penalty"):
             given[name] = read(name)
@@ -206,6 +228,27 @@ class ResolvedSampling:
         return self.temperature == 0.0
 
 
+def ignored_generation_settings(config: Any) -> dict[str, Any]:
+    """Return what a generation config asks for that would change the choice of tokens and is not supported.
+
+    Args:
+        config: A Hugging Face generation config, or a plain dict.
+
+    Returns:
+        Names and values, JSON-ready; settings at their neutral value are left out.
+    """
+    read = config.get if isinstance(config, Mapping) else lambda name: getattr(config, name, None)
+    ignored = {}
+    for name, neutral in _UNSUPPORTED.items():
+        value = read(name)
+        if isinstance(value, Iterable | Mapping) and not value:
+            continue
+        if value is None or value is False or value == neutral:
+            continue
+        ignored[name] = value if isinstance(value, str | int | float | list) else str(value)
+    return ignored
+
+
 def resolve(params: SamplingParams, defaults: SamplingParams) -> ResolvedSampling:
     """Fold the caller's settings over the model's defaults over the built-in ones.
 
@@ -257,7 +300,10 @@ def _check_token_limits(min_tokens: int | None, max_tokens: int | None) -> None:
 
 
 def _shown(value: object) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # a whole number of more digits than Python prints
+        text = "a number of thousands of digits"
     return text if len(text) <= 60 else text[:57] + "..."
 
 
@@ -269,7 +315,10 @@ def _real(low: float, high: float, legal: str, *, above_low: bool = False) -> Ca
     def check(name: str, value: object) -> float:
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
             raise _refuse(name, value, legal)
-        number = float(value)
+        try:
+            number = float(value)
+        except OverflowError as error:
+            raise _refuse(name, value, legal) from error
         if not math.isfinite(number) or not low <= number <= high or (above_low and number == low):
             raise _refuse(name, value, legal)
         return number
@@ -277,11 +326,18 @@ def _real(low: float, high: float, legal: str, *, above_low: bool = False) -> Ca
     return check
 
 
+def _is_whole(value: numbers.Real) -> bool:
+    try:
+        return float(value).is_integer()
+    except OverflowError:  # a fraction beyond the range of floats
+        return False
+
+
 def _integer(low: int, high: int, legal: str) -> Callable[[str, object], int]:
     def check(name: str, value: object) -> int:
         if isinstance(value, numbers.Integral) and not isinstance(value, bool):
             number = int(value)
-        elif isinstance(value, numbers.Real) and float(value).is_integer() and not isinstance(value, bool):
+        elif isinstance(value, numbers.Real) and not isinstance(value, bool) and _is_whole(value):
             number = int(float(value))  # an integer column that once held nulls often arrives as float
         else:
             raise _refuse(name, value, legal)
@@ -334,7 +390,7 @@ def _bias(name: str, value: object) -> tuple[tuple[int, float], ...]:
         if bias is None:  # a key of another row, unified into this row's Arrow struct
             continue
         if isinstance(key, str):
-            if not key.isdecimal():
+            if not key.isdecimal() or len(key) > 10:
                 raise _refuse(name, value, legal)
             key = int(key)
         token_id = _token_id(name, key)

@@ -12,6 +12,7 @@ from jinja2 import (
     Template,
     TemplateError,
     TemplateSyntaxError,
+    UndefinedError,
     meta,
     nodes,
     pass_eval_context,
@@ -46,13 +47,14 @@ class PromptTemplate:
         source: Jinja text. Columns are variables; `row` is the mapping of all columns.
 
     Raises:
-        ConfigError: The text is not valid Jinja, or wants to read other files.
+        ConfigError: The text is not valid Jinja, wants to read other files, or fails whatever the row.
     """
 
     def __init__(self, source: str) -> None:
         self._source = source
         try:
             tree = _ENVIRONMENT.parse(source)
+            self._own_words = _own_words(tree)
             self._names = frozenset(meta.find_undeclared_variables(_WITHOUT_GLOBALS.parse(source)))
             self._row_keys, self._whole_row = _row_lookups(tree)
             if any(tree.find(kind) is not None for kind in _FILE_NODES):
@@ -67,6 +69,10 @@ class PromptTemplate:
             )
         except TemplateSyntaxError as error:
             raise ConfigError(f"the prompt template, line {error.lineno}: {error.message}") from error
+        except TemplateError as error:  # a constant expression is worked out while compiling
+            raise ConfigError(
+                f"the prompt template holds an expression that always fails: {self._explained(error)}"
+            ) from error
 
     def columns(self, present: Iterable[str]) -> tuple[str, ...]:
         """Return the columns that the template names, in the order of `present`.
@@ -121,22 +127,19 @@ class PromptTemplate:
                 pieces.append(piece)
         except RowError:
             raise
-        except TemplateError as error:
-            message = self._without_row_text(str(error))[:200]
-            raise RowError("template_error", f"the prompt template raised: {message}") from error
         except Exception as error:
-            # Only the kind: the text of a Python error may quote the row.
-            raise RowError("template_error", f"the prompt template raised {type(error).__name__}") from error
+            raise RowError("template_error", self._explained(error)) from error
         return "".join(pieces)
 
-    def _without_row_text(self, message: str) -> str:
-        """Blank the quoted parts of a Jinja message that come from the row rather than the template."""
-
-        def keep_known(quoted: re.Match[str]) -> str:
-            known = quoted[1] in self._source or quoted[1].endswith(" object")
-            return quoted[0] if known else "'...'"
-
-        return re.sub(r"'([^']*)'", keep_known, message)
+    def _explained(self, error: Exception) -> str:
+        """Say what went wrong in fixed words and the template's own: an error's text may quote the row."""
+        if not isinstance(error, (UndefinedError, SecurityError)):
+            return f"the prompt template raised {type(error).__name__}"
+        name = str(error)  # see `_Missing`
+        shown = repr(name) if name in self._own_words else "a computed name"
+        if isinstance(error, SecurityError):
+            return f"the prompt template asks for {shown}, which is unsafe"
+        return f"the prompt template asks for {shown}, which is not there"
 
 
 @functools.lru_cache(maxsize=64)
@@ -149,6 +152,16 @@ def compile_template(source: str) -> PromptTemplate:
     return PromptTemplate(source)
 
 
+class _Missing(StrictUndefined):
+    """A value that is not there; using it raises an error whose whole text is the name asked for."""
+
+    __slots__ = ()
+
+    @property
+    def _undefined_message(self) -> str:
+        return self._undefined_name if isinstance(self._undefined_name, str) else ""
+
+
 class _Sandbox(ImmutableSandboxedEnvironment):
     """Jinja's sandbox, in which one multiplication cannot fill the memory either."""
 
@@ -158,7 +171,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         if isinstance(left, int) and isinstance(right, int):
             factor = right if operator == "**" else 1
             if left.bit_length() * factor + (right.bit_length() if operator == "*" else 0) > MAX_NUMBER_BITS:
-                raise SecurityError("the template computes too large a number")
+                raise RowError("template_error", "the prompt template computes too large a number")
         elif operator == "*":
             for text, times in ((left, right), (right, left)):
                 if (
@@ -166,7 +179,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
                     and isinstance(times, int)
                     and len(text) * times > MAX_RENDERED_CHARS
                 ):
-                    raise SecurityError("the template repeats a value too many times")
+                    raise RowError("template_error", "the prompt template repeats a value too many times")
         return super().call_binop(context, operator, left, right)
 
 
@@ -224,9 +237,17 @@ def _row_lookups(tree: nodes.Template) -> tuple[frozenset[str], bool]:
     return frozenset(keys), num_uses > num_lookups
 
 
+def _own_words(tree: nodes.Template) -> frozenset[str]:
+    """Return the names, attributes and string constants that the template itself is written with."""
+    words = {name.name for name in tree.find_all(nodes.Name)}
+    words |= {lookup.attr for lookup in tree.find_all(nodes.Getattr)}
+    words |= {const.value for const in tree.find_all(nodes.Const) if isinstance(const.value, str)}
+    return frozenset(words)
+
+
 def _sandbox() -> _Sandbox:
     environment = _Sandbox(
-        undefined=StrictUndefined, finalize=_printable, autoescape=False, keep_trailing_newline=True
+        undefined=_Missing, finalize=_printable, autoescape=False, keep_trailing_newline=True
     )
     environment.globals.pop("lipsum")
     for name in (*_TEXT_FILTERS, *_MORE_TEXT_FILTERS):

@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=64)
     options = parser.parse_args()
 
-    ray.init(num_cpus=4)
+    ray.init()  # the cluster that RAY_ADDRESS names, else this machine
     ds = ray.data.read_parquet(options.source)
     # A call takes a block: blocks of 32 rows give the calls below something to do.
     ds = ds.repartition(target_num_rows_per_block=32)
@@ -42,7 +42,7 @@ def main() -> None:
         num_cpus=0,  # the engine takes the machine's CPUs; Ray's readers and writers need theirs reserved
         compute=ray.data.ActorPoolStrategy(
             size=1,
-            max_concurrent_calls_per_actor=16,  # rows of the next calls fill in for those that finished
+            max_concurrent_calls_per_actor=128,  # rows of the next calls fill in for those that finished
             enable_true_multi_threading=True,
         ),
     )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchgen_data import cli
-from batchgen_data.errors import ConfigError, InputError
+from batchgen_data.errors import CommitError, ConfigError, InputError
 from batchgen_data.job import pipeline as pipeline_module
 from batchgen_data.job import preview as preview_module
 from batchgen_data.job.check import CheckedJob, JobConfig
@@ -24,7 +26,9 @@ from batchgen_data.job.inputs import ROW_ID_COLUMN
 from batchgen_data.job.pipeline import Pipeline
 from batchgen_data.job.progress import Totals
 from batchgen_data.job.reader import RangeReader, plan_items
+from batchgen_data.job.store import OutputStore
 from batchgen_data.models.source import ModelSource
+from batchgen_data.prompts import PromptSpec
 from batchgen_data.sampling import SamplingParams
 from batchgen_data.schema import Outcome, append_results
 
@@ -53,6 +57,7 @@ class Fake:
     def __init__(self) -> None:
         self.jobs: list[CheckedJob] = []
         self.fail: Callable[[], None] = lambda: None
+        self.totals: Callable[[], Totals] = lambda: Totals(generating_s=2.0)
 
     @contextmanager
     def open_pipeline(self, job: CheckedJob, **_: Any) -> Iterator[Pipeline]:
@@ -65,7 +70,7 @@ class Fake:
                 self.fail()
                 yield complete(reader.read(item), job).drop_columns([ROW_ID_COLUMN])
 
-        yield Pipeline(items, tables(), json.dumps({"device": "fake"}), lambda: Totals(generating_s=2.0))
+        yield Pipeline(items, tables(), json.dumps({"device": "fake"}), self.totals)
 
 
 @pytest.fixture
@@ -75,7 +80,9 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Fake:
     monkeypatch.setattr(pipeline_module, "open_pipeline", fake.open_pipeline)
     monkeypatch.setattr(
         "batchgen_data.job.check.resolve_source",
-        lambda model, revision=None, **_: ModelSource(kind="hub", name=model, revision=revision),
+        lambda model, revision=None, needs="model": ModelSource(
+            kind="hub", name=model, revision=revision or ("pinned" if needs == "tokenizer" else None)
+        ),
     )
     return fake
 
@@ -188,6 +195,7 @@ def test_options_reach_the_stage(fake: Fake) -> None:
         "9",
     ]
     options += ["--raw", "--on-null", "error", "--num-threads", "2", "--generated-tokens", "--revision", "v1"]
+    options += ["--tokenizer", "org/other"]
     options += ["--logit-bias", '{"5": -1}', "--stop-token-id", "4", "--ignore-eos", "--output-prefix", "r_"]
     assert cli.main(["run", "a.parquet", *RUN, *options]) == 0
     assert pq.read_table("out/data/a.parquet").column("r_generated_tokens").to_pylist() == [[1, 2]]
@@ -208,10 +216,23 @@ def test_options_reach_the_stage(fake: Fake) -> None:
         "num_threads": 2,
         "generated_tokens": True,
         "revision": "v1",
+        "tokenizer": "org/other@pinned",
         "output_prefix": "r_",
         "row_id_column": ROW_ID_COLUMN,
     }
     assert {name: job.options[name] for name in expected} == expected
+    record = json.loads(Path("out/_batchgen/run.json").read_text())
+    assert record["settings"]["tokenizer"] == "org/other"
+    assert record["tokenizer"] == "org/other@pinned"
+
+
+def test_variables_of_the_chat_template_reach_the_stage_and_the_record(fake: Fake) -> None:
+    write("a.parquet", "one")
+    given = ["--chat-template-kwargs", '{"enable_thinking": false}']
+    assert cli.main(["run", "a.parquet", *RUN, *given]) == 0
+    assert fake.jobs[0].options["chat_template_kwargs"] == {"enable_thinking": False}
+    settings = json.loads(Path("out/_batchgen/run.json").read_text())["settings"]
+    assert settings["chat_template_kwargs"] == {"enable_thinking": False}
 
 
 @pytest.mark.parametrize(
@@ -238,6 +259,21 @@ def test_options_reach_the_stage(fake: Fake) -> None:
         (["run", "a.parquet", *RUN, "--limit", "0"], r"limit must be a whole number of at least 1"),
         (["run", "a.parquet", *RUN, "--format", "xml"], r"format 'xml' is unknown"),
         (["run", "a.parquet", *RUN, "--on-null", "ignore"], r"on_null='ignore' is unknown"),
+        (["run", "a.parquet", *RUN, "--dtype", "foo"], r"unknown dtype 'foo'; use auto, float32"),
+        (["run", "a.parquet", *RUN, "--device", "gpu"], r"unknown device 'gpu'; use auto, cpu, cuda"),
+        (["run", "a.parquet", *RUN, "--num-gpus", "nan"], r"num_gpus must be a number of at least 0"),
+        (["run", "a.parquet", *RUN, "--possible", "1"], r"No such option: --possible$"),
+        (["run", "a.parquet", *RUN, "--max-token", "1"], r"--max-token; did you mean '--max-tokens'\?$"),
+        (["run", "a.parquet", *RUN, "--seed"], r".*--seed.* requires an argument$"),
+        (["run", "a.parquet", *RUN, "--sampling", '{"temperature": 1' + "0" * 400 + "}"], r"temperature="),
+        (["run", "a.parquet", *RUN, "--chat-template-kwargs", "[]"], r".*such as {\"enable_thinking\""),
+        (["run", "a.parquet", *RUN, "--chat-template-kwargs", '{"tokenize": 1}'], r".*cannot set tokenize"),
+        (["run", "a.parquet", *RUN, "--raw", "--chat-template-kwargs", "{}"], r".*needs the chat template"),
+        (["run", "a\x1b[31m.parquet", *RUN], "input a\ufffd\\[31m.parquet: no data files there"),
+        (
+            ["preview", "a.parquet", "-m", "x", "--prompt-column", "prompt", "-n", "0"],
+            r"Invalid value for .*'-n'",
+        ),
         (["preview", "a.parquet", "-m", "x", "--prompt-column", "q"], r"'q' is not in the input"),
     ],
 )
@@ -297,6 +333,98 @@ def test_what_stops_a_run_sets_the_code_and_leaves_no_half_file(
     assert not Path("out").exists()
 
 
+def test_a_finished_run_is_not_failed_by_a_question_about_its_speed(
+    fake: Fake, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def no_answer() -> Totals:
+        raise TimeoutError("the counter is busy")
+
+    fake.totals = no_answer
+    write("a.parquet", "one")
+    assert cli.main(["run", "a.parquet", *RUN]) == 0
+    assert "1 rows = 1 ok" in capsys.readouterr().out
+    record = json.loads(Path("out/_batchgen/run.json").read_text())
+    assert (record["status"], record["counts"]["generating_s"]) == ("finished", 0)
+
+
+@pytest.mark.parametrize(
+    "error, code, message",
+    [
+        (KeyboardInterrupt(), 130, "error: interrupted; files that are"),
+        (InputError("b.parquet is damaged"), 1, "error: b.parquet is damaged"),
+        (None, 1, "error: output out: run.json cannot be written"),
+    ],
+)
+def test_a_record_that_cannot_be_written_hides_no_earlier_error_and_leaves_no_staging(
+    fake: Fake,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: BaseException | None,
+    code: int,
+    message: str,
+) -> None:
+    write("in/a.parquet", "one")
+    write("in/b.parquet", "two")
+
+    def refuse(self: OutputStore, record: object) -> None:
+        raise CommitError("output out: run.json cannot be written: disk full")
+
+    def fail() -> None:
+        if error is not None and Path("out/data/a.parquet").exists():
+            raise error
+
+    monkeypatch.setattr(OutputStore, "write_record", refuse)
+    fake.fail = fail
+    assert cli.main(["run", "in", *RUN]) == code
+    assert capsys.readouterr().err.splitlines()[-1].startswith(message)
+    assert not Path("out/_batchgen/staging").exists()
+    assert Path("out/data/a.parquet").exists()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"limit": True}, {"num_actors": 1.5}, {"batch_size": "8"}, {"num_gpus": "x"}, {"num_gpus": True}],
+)
+def test_job_numbers_of_the_wrong_type_are_refused(options: dict[str, Any]) -> None:
+    (name,) = options
+    with pytest.raises(ConfigError, match=f"{name} must be"):
+        JobConfig(inputs=("a",), model="m", **options)
+
+
+def test_a_summary_obeys_no_escape_sequence(fake: Fake, capsys: pytest.CaptureFixture[str]) -> None:
+    write("a\x1b[2J.parquet", "too long")
+    assert cli.main(["run", "a\x1b[2J.parquet", *RUN]) == 3
+    printed = capsys.readouterr()
+    assert "a\ufffd[2J.parquet:0" in printed.out
+    assert "\x1b" not in printed.out + printed.err
+
+
+def test_an_interrupted_run_is_let_go_of_at_once(fake: Fake) -> None:
+    """Its frames hold Ray's iterators: freed by the collector at exit, they would start Ray again."""
+
+    class Interrupt(KeyboardInterrupt):
+        pass
+
+    interrupts: list[weakref.ref[Interrupt]] = []
+
+    def fail() -> None:
+        error = Interrupt()
+        interrupts.append(weakref.ref(error))
+        try:
+            raise error
+        finally:
+            del error
+
+    fake.fail = fail
+    write("a.parquet", "one")
+    gc.disable()
+    try:
+        assert cli.main(["run", "a.parquet", *RUN]) == 130
+        assert [interrupt() for interrupt in interrupts] == [None]
+    finally:
+        gc.enable()
+
+
 def test_debug_shows_the_traceback(fake: Fake, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["run", "absent", *RUN, "--debug"]) == 2
     printed = capsys.readouterr().err
@@ -310,8 +438,9 @@ class FakeLLM:
     class tokenizer:
         decode = staticmethod(lambda ids: f"<{ids[0]} tokens>")
 
-    def __init__(self, **options: Any) -> None:
-        assert options["model"] == "org/model"
+    def __init__(self, *, _spec: PromptSpec, **options: Any) -> None:
+        assert options == {"model": "org/model", "revision": None, "tokenizer": None, "num_threads": 1}
+        self.spec = _spec
 
     def __enter__(self) -> FakeLLM:
         return self
@@ -319,11 +448,13 @@ class FakeLLM:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def map_table(self, table: pa.Table, **_: Any) -> pa.Table:
+    def map_table(self, table: pa.Table, *, spec: PromptSpec, **_: Any) -> pa.Table:
+        assert spec == self.spec
         config = JobConfig(inputs=(), model="", prompt_column="prompt")
         return complete(table, CheckedJob(config=config, files=[], rows_by_file=[], ignored=[], options={}))
 
-    def encode(self, table: pa.Table, **_: Any) -> list[list[int] | None]:
+    def encode(self, table: pa.Table, **prompt_options: Any) -> list[list[int] | None]:
+        assert PromptSpec(**prompt_options) == self.spec
         return [None if text is None else [len(text)] for text in table.column("prompt").to_pylist()]
 
 
@@ -334,7 +465,7 @@ def test_preview_shows_prompts_and_completions(
     write("in/a.parquet", "one\x1b[31m", None)
     write("in/b.parquet", "[markup]", "too long", "unseen")
     arguments = ["preview", "in", "-m", "org/model", "--prompt-column", "prompt", "-n", "4"]
-    assert cli.main(arguments) == 3
+    assert cli.main([*arguments, "--num-threads", "1"]) == 3
     printed = capsys.readouterr().out
     for shown in (
         "in/a.parquet:0",
@@ -349,6 +480,18 @@ def test_preview_shows_prompts_and_completions(
     assert "in/b.parquet:1" in printed
     assert "[error: prompt_too_long] 70 of 64" in printed
     assert "UNSEEN" not in printed
+
+
+def test_an_interrupted_preview_says_nothing_of_an_output(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(preview_module, "_llm_class", interrupt)
+    write("a.parquet", "one")
+    assert cli.main(["preview", "a.parquet", "-m", "org/model", "--prompt-column", "prompt"]) == 130
+    assert capsys.readouterr().err.splitlines() == ["error: interrupted"]
 
 
 def test_version_and_help_need_neither_torch_nor_ray() -> None:
@@ -373,6 +516,6 @@ def test_option_names_are_frozen() -> None:
         *("do_sample", "revision", "tokenizer", "device", "dtype", "num_threads", "kv_memory"),
         *("max_sequences", "max_step_tokens", "max_context_tokens", "format", "generated_tokens"),
         *("output_prefix", "debug", "output", "limit", "num_actors", "num_gpus", "batch_size", "fail_fast"),
-        "num_rows",
+        *("num_rows", "chat_template_kwargs"),
     }
     assert set(SamplingParams.__dataclass_fields__) <= names

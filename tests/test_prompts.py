@@ -117,6 +117,7 @@ STRUCTS = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
         ({"messages_column": "n"}, "list of structs"),
         ({"messages_column": "names"}, "list of structs"),
         ({"messages_column": "sharegpt"}, "lack 'role' and 'content'"),
+        ({"template": "{{ text }} {{ [] | first ~ text }}"}, "an expression that always fails"),
         ({"template": "{{ text }} {{ titel }}"}, "not in the input: 'titel'; did you mean 'title'"),
         ({"template": "{{ row['zip cod'] }}"}, "'zip cod'; did you mean 'zip code'"),
         ({"template": "{{ text"}, "line 1"),
@@ -451,7 +452,14 @@ def test_templates_reach_awkward_names_and_the_whole_row() -> None:
     [
         ("{{ a.__class__.__mro__ }}", "template_error", "unsafe"),
         ("{{ a.nope }}", "template_error", "nope"),
-        ("{{ {'k': 1}[a] }}", "template_error", "no attribute '...'"),
+        ("{{ {'k': 1}[a] }}", "template_error", "a computed name"),
+        ("{{ {1: 1}[a | length] }}", "template_error", "a computed name"),
+        ("{{ a | attr(a) }}", "template_error", "which is not there"),
+        ("{{ a | attr('__class__') }}", "template_error", "unsafe"),
+        ("{{ a() }}", "template_error", "TypeError"),
+        ("{{ a | batch(9) | map(attribute=a) | first | upper }}", "template_error", "which is not there"),
+        ("{{ a | sum }}", "template_error", "TypeError"),
+        ("{{ {a: 1}[a ~ a] }}", "template_error", "computed"),
         ("{{ a | int + 'x' }}", "template_error", "TypeError"),
         ("{{ a * 10 ** 9 }}", "template_error", "too many times"),
         ("{{ 9 ** (9 ** 9) }}{{ a }}", "template_error", "too large a number"),
@@ -463,11 +471,31 @@ def test_templates_reach_awkward_names_and_the_whole_row() -> None:
 def test_template_failures_are_row_errors_that_never_quote_the_row(
     template: str, code: str, quoted: str
 ) -> None:
-    [row] = encode(pa.table({"a": ["secret"], "raw": [b"secret"]}), template=template)
-    assert isinstance(row, RowError)
-    assert row.code == code
-    assert quoted in row.message
-    assert "secret" not in row.message
+    # An apostrophe turns the quotes of repr() round; all kinds at once make it escape some.
+    cells = ["secret", "it's secret", 'a "secret" b', "'secret' \"and\" 'secret'", "a'b secret c\nsecret'"]
+    rows = encode(pa.table({"a": cells, "raw": [b"secret"] * len(cells)}), template=template)
+    for row in rows:
+        assert isinstance(row, RowError)
+        assert row.code == code
+        assert quoted in row.message
+        assert "secret" not in row.message
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ raise_exception('Bad role ' + m['role']) }}",
+        "{{ {'k': 1}[m['content']] + 1 }}",
+        "{{ m[m.content].x }}",
+    ],
+)
+def test_a_chat_template_that_refuses_never_quotes_the_conversation(template: str) -> None:
+    tokenizer = make_tokenizer(chat_template="{% for m in messages %}" + template + "{% endfor %}")
+    for text in ("secret", "it's secret", '"secret" isn\'t'):
+        [row] = encode_messages([[{"role": "secret", "content": text}]], tokenizer)
+        assert isinstance(row, RowError)
+        assert row.code == "chat_template_error"
+        assert "secret" not in row.message
 
 
 def test_a_tensor_column_is_a_value() -> None:
@@ -584,6 +612,25 @@ def test_case_28_row_keys_differ_between_rows_and_repeat_between_runs() -> None:
     assert keys(encode(apart, sampling=HOT, prompt_column="p")) == first[10:15] + first[:10]
     other = table.set_column(1, "x", pa.array([2.0] * 1000))
     assert not set(first) & set(keys(encode(other, sampling=HOT, prompt_column="p")))
+
+
+def test_case_65_keys_of_text_do_not_depend_on_its_encoding() -> None:
+    """Arrow cannot cast a dictionary of string_view, so its cells are read one by one."""
+    texts_given = ["a", None, "caf\u00e9", "a"]
+    plain = pa.array(texts_given)
+    indices = pa.array([0, None, 1, 0], pa.int32())
+    kinds = [
+        plain,
+        plain.cast(pa.large_string()),
+        plain.cast(pa.string_view()),
+        plain.dictionary_encode(),
+        pa.DictionaryArray.from_arrays(indices, pa.array(["a", "caf\u00e9"], pa.string_view())),
+        pa.DictionaryArray.from_arrays(indices, pa.array(["a", "caf\u00e9"], pa.large_string())),
+    ]
+    expected = keys(encode(pa.table({"p": plain}), sampling=HOT, prompt_column="p", on_null="error"))
+    for column in kinds:
+        table = pa.table({"p": column})
+        assert keys(encode(table, sampling=HOT, prompt_column="p", on_null="error")) == expected, column.type
 
 
 def test_case_28_row_ids_and_greedy_rows() -> None:

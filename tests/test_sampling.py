@@ -1,13 +1,22 @@
 from __future__ import annotations
 
+import json
+import logging
 import pickle
+from fractions import Fraction
 
 import numpy as np
 import pytest
 from transformers import GenerationConfig
 
 from batchgen_data.errors import ConfigError
-from batchgen_data.sampling import ResolvedSampling, SamplingParams, resolve, sources
+from batchgen_data.sampling import (
+    ResolvedSampling,
+    SamplingParams,
+    ignored_generation_settings,
+    resolve,
+    sources,
+)
 
 GREEDY = SamplingParams(temperature=0)
 
@@ -19,6 +28,10 @@ GREEDY = SamplingParams(temperature=0)
         ("temperature", float("nan")),
         ("temperature", "1"),
         ("temperature", True),
+        ("presence_penalty", -(10**400)),
+        ("seed", Fraction(10**400)),
+        ("logit_bias", {"9" * 5000: 1}),
+        ("logit_bias", {3: 10**400}),
         ("top_p", 0),
         ("top_p", 1.01),
         ("top_k", -2),
@@ -44,6 +57,15 @@ GREEDY = SamplingParams(temperature=0)
 def test_a_value_out_of_range_names_the_field_and_the_value(name: str, value: object) -> None:
     with pytest.raises(ConfigError, match=name):
         SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize("digits", [400, 5000])
+def test_numbers_beyond_every_range_are_refused_like_others(digits: int) -> None:
+    for name in ("temperature", "top_p", "max_tokens", "seed", "stop_token_ids"):
+        with pytest.raises(ConfigError, match=name):
+            SamplingParams(**{name: 10**digits})
+    with pytest.raises(ConfigError, match="stop_token_ids"):
+        SamplingParams(stop_token_ids=[10**digits])
 
 
 def test_values_are_normalised() -> None:
@@ -74,7 +96,7 @@ def test_hugging_face_aliases() -> None:
         SamplingParams.from_dict({"max_new_tokens": 5, "max_tokens": 6})
     assert SamplingParams.from_dict({"max_new_tokens": 5, "max_tokens": None}).max_tokens == 5
     for name in ("n", "num_return_sequences"):
-        with pytest.raises(ConfigError, match="only 1"):
+        with pytest.raises(ConfigError, match=r"only 1 .*a column that numbers the copies"):
             SamplingParams.from_dict({name: 2})
 
 
@@ -150,3 +172,48 @@ def test_generation_config_defaults() -> None:
     )
     with pytest.raises(ConfigError, match="generation config: top_p"):
         read({"top_p": 3})
+
+
+def test_stop_strings_of_a_generation_config_are_read() -> None:
+    for config in ({"stop_strings": ["</s>", "User:"]}, GenerationConfig(stop_strings=["</s>", "User:"])):
+        params = SamplingParams.from_generation_config(config)
+        assert params.stop == ("</s>", "User:")
+        assert resolve(SamplingParams(), params).stop == ("</s>", "User:")
+        assert resolve(SamplingParams(stop="x"), params).stop == ("x",)
+    assert SamplingParams.from_generation_config({"stop_strings": "end"}).stop == ("end",)
+
+
+@pytest.mark.parametrize(
+    "name, active, neutral",
+    [
+        ("no_repeat_ngram_size", 3, 0),
+        ("suppress_tokens", [1, 2], []),
+        ("begin_suppress_tokens", [1], None),
+        ("bad_words_ids", [[1]], None),
+        ("sequence_bias", [[[1], -5.0]], None),
+        ("num_beams", 4, 1),
+        ("penalty_alpha", 0.6, 0),
+        ("typical_p", 0.9, 1.0),
+        ("epsilon_cutoff", 3e-4, 0.0),
+        ("eta_cutoff", 1e-3, 0.0),
+        ("forced_bos_token_id", 0, None),
+        ("forced_eos_token_id", 2, None),
+        ("guidance_scale", 1.5, 1.0),
+        ("min_length", 5, 0),
+    ],
+)
+def test_what_a_generation_config_asks_for_in_vain_is_said_once(
+    caplog: pytest.LogCaptureFixture, name: str, active: object, neutral: object
+) -> None:
+    read = SamplingParams.from_generation_config
+    with caplog.at_level(logging.WARNING):
+        for config in ({name: neutral}, {}, {"temperature": 0.5, "do_sample": True, "eos_token_id": 3}):
+            read(config)
+        assert caplog.records == []
+        read({name: active})
+    (record,) = caplog.records
+    assert name in record.getMessage()
+    assert ignored_generation_settings({name: active, "temperature": 1}) == {name: active}
+    loaded = GenerationConfig(**{name: active})
+    assert list(ignored_generation_settings(loaded)) == [name]
+    assert json.dumps(ignored_generation_settings(loaded))

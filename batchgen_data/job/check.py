@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +13,7 @@ from batchgen_data.config import EngineConfig
 from batchgen_data.errors import ConfigError
 from batchgen_data.job.inputs import ROW_ID_COLUMN, InputFile, InputFormat, resolve_inputs
 from batchgen_data.job.store import check_writable
-from batchgen_data.models.source import resolve_source
+from batchgen_data.models.source import pinned, resolve_source
 from batchgen_data.prompts import PromptSpec
 from batchgen_data.sampling import SamplingParams
 from batchgen_data.schema import check_columns, result_fields
@@ -26,13 +27,15 @@ class JobConfig:
         inputs: Files, folders, globs; local paths or fsspec URLs.
         model: Model folder, hub id or GGUF file.
         output: Folder for the results, absent or empty. None where nothing is written (preview).
-        prompt_column, messages_column, prompt, system, sampling_column, apply_chat_template, on_null:
-            Where prompts come from; see `PromptSpec` (`prompt` is the template).
+        prompt_column, messages_column, prompt, system, sampling_column, apply_chat_template,
+            chat_template_kwargs, on_null: Where prompts come from; see `PromptSpec` (`prompt` is the
+            template).
         sampling: Settings of all rows.
         format: Read every input as "parquet", "jsonl" or "csv" instead of by its name.
         limit: Take only the first rows of all inputs together.
         revision: Hub revision of the model.
-        tokenizer: Another place to take the tokenizer from.
+        tokenizer: Another place to take the tokenizer from: a folder or a hub id, `id@revision` for one
+            revision of it.
         num_actors: Worker processes; None: one per GPU, or one.
         num_gpus: GPUs per worker; None: one where there are any.
         batch_size: Rows of one call; None: 16 to 64 by the number of rows.
@@ -51,6 +54,7 @@ class JobConfig:
     system: str | None = None
     sampling_column: str | None = None
     apply_chat_template: bool = True
+    chat_template_kwargs: Mapping[str, Any] | None = None
     on_null: str = "skip"
     sampling: SamplingParams = field(default_factory=SamplingParams)
     format: InputFormat | None = None
@@ -68,10 +72,13 @@ class JobConfig:
     def __post_init__(self) -> None:
         for name in ("limit", "num_actors", "batch_size"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
+            is_whole = isinstance(value, int) and not isinstance(value, bool)
+            if value is not None and (not is_whole or value < 1):
                 raise ConfigError(f"{name} must be a whole number of at least 1, not {value!r}")
-        if self.num_gpus is not None and self.num_gpus < 0:
-            raise ConfigError(f"num_gpus must be at least 0, not {self.num_gpus!r}")
+        gpus = self.num_gpus
+        is_number = isinstance(gpus, int | float) and not isinstance(gpus, bool)
+        if gpus is not None and not (is_number and 0 <= gpus < math.inf):
+            raise ConfigError(f"num_gpus must be a number of at least 0, not {gpus!r}")
         if self.format not in (None, "parquet", "jsonl", "csv"):
             raise ConfigError(f"format {self.format!r} is unknown; choose parquet, jsonl or csv")
 
@@ -85,7 +92,7 @@ class CheckedJob:
         files: Its input files, those beyond the limit left out.
         rows_by_file: How many of the first rows of each file will run.
         ignored: Names of files passed over in input folders.
-        options: Keyword options of `BatchGenLLM`, the model found and its revision pinned.
+        options: Keyword options of `BatchGenLLM`; model and tokenizer found, their revisions pinned.
     """
 
     config: JobConfig
@@ -107,16 +114,7 @@ def check_job(config: JobConfig) -> CheckedJob:
         ConfigError: Says what cannot work; nothing has run and nothing is written.
     """
     EngineConfig.from_options(config.engine)
-    spec = PromptSpec(
-        prompt_column=config.prompt_column,
-        messages_column=config.messages_column,
-        template=config.prompt,
-        system=config.system,
-        apply_chat_template=config.apply_chat_template,
-        on_null=config.on_null,  # type: ignore[arg-type]  # checked by PromptSpec
-        sampling_column=config.sampling_column,
-        row_id_column=ROW_ID_COLUMN,
-    )
+    spec = prompt_spec(config)
     inputs = resolve_inputs(config.inputs, format=config.format)
     for file in inputs.files:
         try:
@@ -126,15 +124,33 @@ def check_job(config: JobConfig) -> CheckedJob:
             raise ConfigError(f"input {file.name}: {error}") from error
         check_writable(output_schema(file, config), file.name)
     source = resolve_source(config.model, config.revision)
-    if config.tokenizer is not None:
-        resolve_source(config.tokenizer, needs="tokenizer")
+    tokenizer = config.tokenizer and pinned(resolve_source(config.tokenizer, needs="tokenizer"))
     rows_by_file = _rows_within(config.limit, inputs.files)
     return CheckedJob(
         config=config,
         files=inputs.files[: len(rows_by_file)],
         rows_by_file=rows_by_file,
         ignored=inputs.ignored,
-        options=_stage_options(config, str(source.path or source.name), source.revision),
+        options=_stage_options(config, str(source.path or source.name), source.revision, tokenizer),
+    )
+
+
+def prompt_spec(config: JobConfig) -> PromptSpec:
+    """Return where a job's prompts come from, its rows named for their random draws.
+
+    Raises:
+        ConfigError: see `PromptSpec`.
+    """
+    return PromptSpec(
+        prompt_column=config.prompt_column,
+        messages_column=config.messages_column,
+        template=config.prompt,
+        system=config.system,
+        apply_chat_template=config.apply_chat_template,
+        chat_template_kwargs=config.chat_template_kwargs,
+        on_null=config.on_null,  # type: ignore[arg-type]  # checked by PromptSpec
+        sampling_column=config.sampling_column,
+        row_id_column=ROW_ID_COLUMN,
     )
 
 
@@ -157,7 +173,9 @@ def _rows_within(limit: int | None, files: Sequence[InputFile]) -> list[int]:
     return rows_by_file
 
 
-def _stage_options(config: JobConfig, model: str, revision: str | None) -> dict[str, Any]:
+def _stage_options(
+    config: JobConfig, model: str, revision: str | None, tokenizer: str | None
+) -> dict[str, Any]:
     return {
         "model": model,
         "prompt_column": config.prompt_column,
@@ -167,11 +185,12 @@ def _stage_options(config: JobConfig, model: str, revision: str | None) -> dict[
         "sampling": config.sampling,
         "sampling_column": config.sampling_column,
         "apply_chat_template": config.apply_chat_template,
+        "chat_template_kwargs": config.chat_template_kwargs,
         "on_null": config.on_null,
         "row_id_column": ROW_ID_COLUMN,
         "output_prefix": config.output_prefix,
         "generated_tokens": config.generated_tokens,
         "revision": revision,
-        "tokenizer": config.tokenizer,
+        "tokenizer": tokenizer,
         **config.engine,
     }

@@ -14,14 +14,21 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchgen_data.errors import ConfigError
 from batchgen_data.job import text
-from batchgen_data.job.filesystem import is_local, open_file, open_filesystem, without_credentials
+from batchgen_data.job.filesystem import (
+    cause,
+    is_local,
+    open_file,
+    open_filesystem,
+    storage_failures,
+    without_credentials,
+)
 
 InputFormat = Literal["parquet", "jsonl", "csv"]
 # Carries each row's identity to the stage and is gone from its output.
@@ -35,6 +42,8 @@ _FORMATS: dict[str, InputFormat] = {
     ".json": "jsonl",
     ".csv": "csv",
 }
+_GLOB_MARK = re.compile(r"[*?\[]")
+_MAX_STEM_BYTES = 240
 _COMPRESSED = (".gz", ".bz2", ".zst", ".xz", ".zip")
 
 
@@ -43,8 +52,9 @@ class InputFile:
     """One input file, described without its rows.
 
     Attributes:
-        url: Absolute path or URL, to open it.
-        name: For messages and records: as the caller wrote it, without credentials.
+        source: What the caller gave (a file, folder or glob): names the file system, credentials included.
+        path: Its path there; absolute if local.
+        name: For messages and records, without credentials.
         output_name: Path of its output below ``data/``; unique within the job.
         format: How to read it.
         schema: Its columns, metadata included.
@@ -56,7 +66,8 @@ class InputFile:
         index: Where its records are (JSON Lines and CSV).
     """
 
-    url: str
+    source: str
+    path: str
     name: str
     output_name: str
     format: InputFormat
@@ -90,25 +101,21 @@ def resolve_inputs(sources: Sequence[str], *, format: InputFormat | None = None)
     Raises:
         ConfigError: Nothing found, a file that cannot be read, a repeated file or column.
     """
-    found: list[tuple[str, str, str]] = []
+    found: list[_Found] = []
     ignored: list[str] = []
     for source in sources:
         found.extend(_expand(source, format, ignored))
     if not found:
         raise ConfigError("no input files; give at least one file, folder or glob")
-    for url, times in Counter(url for url, _, _ in found).items():
+    names = {(file.place, file.path): file.name for file in found}
+    for place, times in Counter((file.place, file.path) for file in found).items():
         if times > 1:
-            raise ConfigError(f"input {without_credentials(url)} is given {times} times; name it once")
-    output_names = _unique_output_names([relative for _, _, relative in found])
+            raise ConfigError(f"input {names[place]} is given {times} times; name it once")
+    output_names = _unique_output_names([file.relative for file in found])
     with ThreadPoolExecutor(max_workers=8) as pool:
-        described = pool.map(
-            lambda entry: _describe(*entry),
-            [
-                (url, name, output_name, format or _FORMATS[PurePosixPath(relative).suffix.lower()])
-                for (url, name, relative), output_name in zip(found, output_names, strict=True)
-            ],
+        files = list(
+            pool.map(lambda file, output_name: _describe(file, output_name, format), found, output_names)
         )
-        files = list(described)
     return Inputs(_with_distinct_fingerprints(files), ignored)
 
 
@@ -129,8 +136,18 @@ def footer_digest(source: Any, size_bytes: int, name: str) -> bytes:
     return digest
 
 
-def _expand(source: str, format: InputFormat | None, ignored: list[str]) -> Iterator[tuple[str, str, str]]:
-    """Yield (url, name, path relative to the source) of the files that `source` stands for."""
+class _Found(NamedTuple):
+    source: str
+    path: str
+    name: str
+    # Below the folder or glob's base: what the output is called after.
+    relative: str
+    # Identity of the file system.
+    place: object
+
+
+def _expand(source: str, format: InputFormat | None, ignored: list[str]) -> Iterator[_Found]:
+    """Yield the files that `source` stands for."""
     filesystem, path = open_filesystem(source)
     shown = without_credentials(source)
     try:
@@ -138,20 +155,24 @@ def _expand(source: str, format: InputFormat | None, ignored: list[str]) -> Iter
             base, paths, listed = path.rpartition("/")[0], [path], False
         elif filesystem.isdir(path):
             base, paths, listed = path.rstrip("/"), filesystem.find(path), True
-        elif any(mark in path for mark in "*?["):
-            base = re.split(r"[*?\[]", path, maxsplit=1)[0].rpartition("/")[0]
+        elif _GLOB_MARK.search(path):
+            base = _before_glob(path)
             paths, listed = [p for p in filesystem.glob(path) if filesystem.isfile(p)], True
         else:
             raise ConfigError(f"input {shown} does not exist")
-    except OSError as error:
-        raise ConfigError(f"input {shown} cannot be listed: {error.strerror or error}") from error
+    except ConfigError:
+        raise
+    except storage_failures(source) as error:
+        raise ConfigError(f"input {shown} cannot be listed: {cause(error)}") from error
+    shown_base = _before_glob(shown) if _GLOB_MARK.search(path) else shown.rstrip("/")
     num_found = 0
     for path in sorted(paths):
         relative = path[len(base) :].lstrip("/")
         if listed and any(part.startswith(("_", ".")) for part in relative.split("/")):
             continue
-        url = path if is_local(filesystem) else filesystem.unstrip_protocol(path)
-        name = without_credentials(url) if listed else shown
+        name = shown
+        if listed:
+            name = path if is_local(filesystem) else f"{shown_base}/{relative}"
         if format is None and (suffix := PurePosixPath(relative).suffix.lower()) not in _FORMATS:
             if suffix in _COMPRESSED:
                 raise ConfigError(f"input {name} is compressed; decompress it or convert it to Parquet")
@@ -162,7 +183,7 @@ def _expand(source: str, format: InputFormat | None, ignored: list[str]) -> Iter
             ignored.append(name)
             continue
         num_found += 1
-        yield url, name, relative
+        yield _Found(source, path, name, relative, filesystem)
     if not num_found:
         raise ConfigError(
             f"input {shown}: no data files there (looked for {', '.join(_FORMATS)}; names that start "
@@ -170,15 +191,25 @@ def _expand(source: str, format: InputFormat | None, ignored: list[str]) -> Iter
         )
 
 
+def _before_glob(path: str) -> str:
+    return _GLOB_MARK.split(path, maxsplit=1)[0].rpartition("/")[0]
+
+
 def _unique_output_names(relatives: Sequence[str]) -> list[str]:
-    taken: set[str] = set()
-    names = []
+    stems = []
     for relative in relatives:
         # Readers pass over names that start with _ or . so no output may have one.
         parts = [part.lstrip("_.") or "part" for part in PurePosixPath(relative).with_suffix("").parts]
-        stem = "/".join(parts)
+        # A longer suffix and a number are added, and file systems take 255 bytes.
+        parts[-1] = parts[-1].encode(errors="surrogateescape")[:_MAX_STEM_BYTES].decode(errors="ignore")
+        stems.append("/".join(parts))
+    folders = {str(folder).casefold() for stem in stems for folder in PurePosixPath(stem).parents}
+    taken: set[str] = set()
+    names = []
+    for stem in stems:
         name, number = f"{stem}.parquet", 2
-        while name.casefold() in taken:
+        # A folder may be called train.parquet, beside a file train.csv.
+        while name.casefold() in taken or name.casefold() in folders:
             name, number = f"{stem}-{number}.parquet", number + 1
         taken.add(name.casefold())
         names.append(name)
@@ -199,10 +230,12 @@ def _with_distinct_fingerprints(files: list[InputFile]) -> list[InputFile]:
     return distinct
 
 
-def _describe(url: str, name: str, output_name: str, format: InputFormat) -> InputFile:
+def _describe(found: _Found, output_name: str, wanted: InputFormat | None) -> InputFile:
+    name = found.name
+    format = wanted or _FORMATS[PurePosixPath(found.relative).suffix.lower()]
     index = None
     try:
-        with open_file(url) as source:
+        with open_file(found.source, found.path) as source:
             size_bytes = source.seek(0, 2)
             source.seek(0)
             if format == "parquet":
@@ -215,17 +248,18 @@ def _describe(url: str, name: str, output_name: str, format: InputFormat) -> Inp
                 index = text.build_index(source, format, name)
                 schema, num_rows, digest = index.schema, index.num_rows, index.digest
                 data_bytes = size_bytes
-    except (pa.ArrowException, OSError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"input {name} cannot be read as {format}: {error}") from error
+    except ConfigError:
+        raise
+    except storage_failures(found.source) as error:
+        raise ConfigError(f"input {name} cannot be read as {format}: {cause(error)}") from error
     repeated = [column for column, times in Counter(schema.names).items() if times > 1]
     if repeated:
         raise ConfigError(f"input {name} has several columns named {repeated[0]!r}; rename them")
     if ROW_ID_COLUMN in schema.names:
         raise ConfigError(f"input {name} has a column named {ROW_ID_COLUMN!r}, a reserved name; rename it")
     return InputFile(
-        url=url,
+        source=found.source,
+        path=found.path,
         name=name,
         output_name=output_name,
         format=format,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,8 +17,9 @@ from batchgen_data.errors import InternalError, JobError
 from batchgen_data.job.check import CheckedJob
 from batchgen_data.job.progress import ProgressDisplay, ReportToActor, Totals, start_counter
 from batchgen_data.job.reader import WorkItem, plan_items
-from batchgen_data.job.session import Session, ray_session, sigterm_interrupts
+from batchgen_data.job.session import ray_session, sigterm_interrupts
 from batchgen_data.job.stage import ITEM_SCHEMA, JobStage, decode_failure, from_ipc
+from batchgen_data.pool import plan_pool
 
 # Ranges of 16 to 64 rows: small enough that every call has work and a crash repeats little, large enough
 # that Ray's cost per task (about a millisecond) disappears.
@@ -62,17 +63,16 @@ def open_pipeline(
         display: Shows progress while the block runs.
         stage_class: Takes the place of `BatchGenLLM` in tests.
     """
-    with ray_session() as session, sigterm_interrupts():
-        num_gpus = _gpus_per_worker(job, session)
-        num_workers = job.config.num_actors or _num_workers(num_gpus, session)
-        rows_per_item = job.config.batch_size or _rows_per_item(job.num_rows, num_workers)
-        items = plan_items(job.files, job.rows_by_file, rows_per_item=rows_per_item)
+    with ray_session(), sigterm_interrupts():
         engine = EngineConfig.from_options(job.config.engine)
+        pool = plan_pool(engine, num_actors=job.config.num_actors, num_gpus=job.config.num_gpus)
+        rows_per_item = job.config.batch_size or _rows_per_item(job.num_rows, pool.num_actors)
+        items = plan_items(job.files, job.rows_by_file, rows_per_item=rows_per_item)
         counter = start_counter()
         options = {
             **job.options,
             "progress": ReportToActor(counter),
-            "actors_per_node": math.ceil(num_workers / session.num_nodes),
+            "actors_per_node": pool.actors_per_node,
         }
         dataset = ray.data.from_arrow(
             [_item_table(item_idx, item) for item_idx, item in enumerate(items)]
@@ -82,45 +82,37 @@ def open_pipeline(
                 "files": job.files,
                 "options": options,
                 "counter": counter,
-                "max_starts": num_workers + _MAX_WORKER_RESTARTS,
+                "max_starts": pool.num_actors + _MAX_WORKER_RESTARTS,
                 "stage_class": stage_class,
             },
             batch_size=None,
             batch_format="pyarrow",
-            # On our own session nothing competes for CPUs, and reserving them could only starve Ray's tasks.
-            num_cpus=0 if session.is_own else job.config.engine.get("num_threads") or 0,
-            num_gpus=num_gpus or None,
-            compute=ray.data.ActorPoolStrategy(
-                size=num_workers,
-                max_concurrent_calls_per_actor=calls_in_flight(engine.max_sequences, rows_per_item),
-                enable_true_multi_threading=True,
-            ),
+            **pool.map_arguments(calls_in_flight(engine.max_sequences, rows_per_item)),
         )
         dataset.context.execution_options.preserve_order = True
         pipeline = Pipeline(items, iter(()), totals=lambda: ray.get(counter.totals.remote(), timeout=5))
-        pipeline.tables = _tables(dataset, pipeline)
-        if display is None:
+        watching = nullcontext() if display is None else display.watch(pipeline.totals, job.num_rows)
+        # Closed before the session: Ray Data's iterators start a new session when they outlive theirs.
+        with closing(_tables(dataset, pipeline)) as tables, watching:
+            pipeline.tables = tables
             yield pipeline
-        else:
-            with display.watch(pipeline.totals, job.num_rows):
-                yield pipeline
 
 
-def _tables(dataset: Any, pipeline: Pipeline) -> Iterator[pa.Table]:
+def _tables(dataset: Any, pipeline: Pipeline) -> Generator[pa.Table, None, None]:
     expected_idx = 0
     try:
-        for block in dataset.iter_batches(batch_size=None, batch_format="pyarrow"):
-            for row in range(block.num_rows):
-                failure = block.column("failure")[row].as_py()
+        for table in dataset.iter_batches(batch_size=None, batch_format="pyarrow"):
+            for row in range(table.num_rows):
+                failure = table.column("failure")[row].as_py()
                 if failure is not None:
                     raise decode_failure(failure)
-                item_idx = block.column("item_idx")[row].as_py()
+                item_idx = table.column("item_idx")[row].as_py()
                 if item_idx != expected_idx:
                     raise InternalError(f"range {item_idx} came back in place of {expected_idx}")
                 expected_idx += 1
                 if pipeline.worker_record is None:
-                    pipeline.worker_record = block.column("worker_record")[row].as_py()
-                yield from_ipc(block.column("rows_ipc")[row])
+                    pipeline.worker_record = table.column("worker_record")[row].as_py()
+                yield from_ipc(table.column("rows_ipc")[row])
     except ray.exceptions.RayError as error:
         raise JobError(f"Ray stopped the job: {str(error).strip().splitlines()[-1]}") from error
     if expected_idx != len(pipeline.items):
@@ -134,14 +126,3 @@ def _item_table(item_idx: int, item: WorkItem) -> pa.Table:
 def _rows_per_item(num_rows: int, num_workers: int) -> int:
     spread = num_rows // (num_workers * _ITEMS_PER_WORKER)
     return max(min(max(spread, _MIN_ITEM_ROWS), _MAX_ITEM_ROWS), math.ceil(num_rows / _MAX_ITEMS))
-
-
-def _gpus_per_worker(job: CheckedJob, session: Session) -> float:
-    if job.config.num_gpus is not None:
-        return job.config.num_gpus
-    wants_gpu = job.config.engine.get("device", "auto") != "cpu"
-    return 1 if wants_gpu and session.num_gpus else 0
-
-
-def _num_workers(num_gpus: float, session: Session) -> int:
-    return max(1, int(session.num_gpus // num_gpus)) if num_gpus else session.num_nodes

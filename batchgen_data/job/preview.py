@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
-from batchgen_data.job.check import CheckedJob
+from batchgen_data.job.check import CheckedJob, prompt_spec
 from batchgen_data.job.reader import RangeReader, plan_items
 
-_PROMPT_OPTIONS = (
-    "prompt_column",
-    "messages_column",
-    "prompt",
-    "system",
-    "sampling_column",
-    "apply_chat_template",
-    "on_null",
-    "row_id_column",
-)
-_STAGE_OPTIONS = ("sampling", "output_prefix", "generated_tokens")
+# What `LLM` takes of the stage's options: the model, and nothing about single calls.
+_MODEL_OPTIONS = ("model", "revision", "tokenizer")
 _COLUMNS = ("generated_text", "finish_reason", "num_generated_tokens", "error_code", "error_message")
 
 
@@ -60,15 +51,13 @@ def preview_rows(job: CheckedJob, *, llm_class: Callable[..., Any] | None = None
         InputError: An input file cannot be read.
     """
     config = job.config
-    prompt_options = {name: job.options[name] for name in _PROMPT_OPTIONS}
-    llm_options = {
-        name: value
-        for name, value in job.options.items()
-        if name not in _PROMPT_OPTIONS and name not in _STAGE_OPTIONS
-    }
+    spec = prompt_spec(config)
+    prompt_options = {field.name: getattr(spec, field.name) for field in fields(spec)}
+    llm_options = {name: job.options[name] for name in _MODEL_OPTIONS} | dict(config.engine)
     reader = RangeReader(job.files)
     rows = []
-    with (llm_class or _llm_class())(**llm_options) as llm:
+    # The spec goes along so that prompts the tokenizer cannot take are refused before the weights load.
+    with (llm_class or _llm_class())(**llm_options, _spec=spec) as llm:
         for item in plan_items(job.files, job.rows_by_file, rows_per_item=64):
             table = reader.read(item)
             completed = llm.map_table(
@@ -76,7 +65,7 @@ def preview_rows(job: CheckedJob, *, llm_class: Callable[..., Any] | None = None
                 sampling=config.sampling,
                 output_prefix=config.output_prefix,
                 generated_tokens=config.generated_tokens,
-                **prompt_options,
+                spec=spec,
             )
             prompts = llm.encode(table, **prompt_options)
             columns = [completed.column(config.output_prefix + name).to_pylist() for name in _COLUMNS]

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchgen_data.errors import InputError
+from batchgen_data.errors import BatchgenError, InputError
 from batchgen_data.job import text
-from batchgen_data.job.filesystem import open_file
+from batchgen_data.job.filesystem import cause, open_file, storage_failures
 from batchgen_data.job.inputs import ROW_ID_COLUMN, InputFile, footer_digest
 
 _ITEM_BYTES = 64 * 2**20
@@ -86,10 +86,16 @@ class RangeReader:
 def _read_text(file: InputFile, index: text.TextIndex, item: WorkItem) -> pa.Table:
     kind: text.TextFormat = "csv" if file.format == "csv" else "jsonl"
     try:
-        with open_file(file.url) as source:
+        with open_file(file.source, file.path) as source:
             return text.read_rows(source, kind, index, item.first_row, item.num_rows, file.name)
-    except OSError as error:
-        raise InputError(f"{file.name} cannot be read: {error.strerror or error}") from error
+    except InputError:
+        raise
+    except _failures(file) as error:
+        raise InputError(f"{file.name} cannot be read: {cause(error)}") from error
+
+
+def _failures(file: InputFile) -> tuple[type[Exception], ...]:
+    return (BatchgenError, *storage_failures(file.source))
 
 
 def _row_ids(file: InputFile, first_row: int, num_rows: int) -> list[bytes]:
@@ -107,12 +113,12 @@ class _ParquetRows:
     def __init__(self, file: InputFile) -> None:
         self._file = file
         try:
-            self._source = open_file(file.url)
+            self._source = open_file(file.source, file.path)
             size_bytes = self._source.seek(0, 2)
             digest = footer_digest(self._source, size_bytes, file.name)
             self._parquet = pq.ParquetFile(self._source, page_checksum_verification=True)
-        except (pa.ArrowException, OSError, ValueError) as error:
-            raise InputError(f"{file.name} cannot be read: {error}") from error
+        except _failures(file) as error:
+            raise InputError(f"{file.name} cannot be read: {cause(error)}") from error
         if (size_bytes, digest) != (file.size_bytes, file.content_digest):
             raise InputError(f"{file.name} changed since the run started; run again")
         metadata = self._parquet.metadata
@@ -162,10 +168,12 @@ class _ParquetRows:
     def _decode(self, needed_from: int) -> None:
         try:
             batch = next(self._batches)
-        except (StopIteration, pa.ArrowException, OSError) as error:
+        except Exception as error:
+            if not isinstance(error, (StopIteration, *_failures(self._file))):
+                raise
             group = self._group_of(self._next_row)
-            cause = "it holds fewer rows than it says" if isinstance(error, StopIteration) else error
-            raise InputError(f"{self._file.name}, row group {group}, cannot be read: {cause}") from error
+            why = "it holds fewer rows than it says" if isinstance(error, StopIteration) else cause(error)
+            raise InputError(f"{self._file.name}, row group {group}, cannot be read: {why}") from error
         self._window.append((self._next_row, batch))
         self._next_row += batch.num_rows
         while (

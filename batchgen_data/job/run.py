@@ -7,7 +7,7 @@ import json
 import platform
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
@@ -70,27 +70,37 @@ def run_job(
     job = check_job(config)
     if on_checked is not None:
         on_checked(job)
-    # Here and in `_complete_files`: Ray takes seconds to import and the checks do not need it.
-    from batchgen_data.job.session import signals_ignored, sigterm_interrupts
+    # Late, as in the functions below: Ray takes seconds to import and the checks do not need it.
+    from batchgen_data.job.session import sigterm_interrupts
 
     run = _Run(datetime.now(UTC))
     begin_s = time.monotonic()
-    status = "failed"
     with sigterm_interrupts():
         store.prepare()
         try:
             _complete_files(job, store, run, display, stage_class)
-            status = "finished"
-        except KeyboardInterrupt:
-            status = "interrupted"
+        except BaseException as error:
+            status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+            try:
+                _finish(job, store, run, status, begin_s)
+            except Exception as second:
+                # What stopped the run is what to tell, and an interrupt must stay one.
+                error.add_note(f"Afterwards: {second}")
             raise
-        finally:
-            with signals_ignored():
-                run.summary.elapsed_s = time.monotonic() - begin_s
-                if run.published:
-                    store.write_record(_record(job, run, status))
-                store.close()
+        _finish(job, store, run, "finished", begin_s)
     return run.summary
+
+
+def _finish(job: CheckedJob, store: OutputStore, run: _Run, status: str, begin_s: float) -> None:
+    from batchgen_data.job.session import signals_ignored
+
+    run.summary.elapsed_s = time.monotonic() - begin_s
+    with signals_ignored():
+        try:
+            if run.published:
+                store.write_record(_record(job, run, status))
+        finally:
+            store.close()
 
 
 def _complete_files(
@@ -130,7 +140,9 @@ def _complete_files(
         if pipeline is not None:
             next(completed, None)  # runs the pipeline's own check that nothing is left
             run.worker_record = pipeline.worker_record
-            run.summary.generating_s = pipeline.totals().generating_s
+            # The files are published: no answer to this question is a reason to fail.
+            with suppress(Exception):
+                run.summary.generating_s = pipeline.totals().generating_s
 
 
 def _record(job: CheckedJob, run: _Run, status: str) -> dict[str, Any]:
@@ -150,6 +162,7 @@ def _record(job: CheckedJob, run: _Run, status: str) -> dict[str, Any]:
             "sampling": config.sampling.to_dict(),
             "engine": dict(config.engine),
         },
+        "tokenizer": job.options["tokenizer"],
         "worker": json.loads(run.worker_record) if run.worker_record else None,
         "versions": {
             "python": platform.python_version(),

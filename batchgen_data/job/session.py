@@ -8,7 +8,6 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -18,23 +17,8 @@ from batchgen_data.errors import JobError
 from batchgen_data.job.filesystem import without_credentials
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Session:
-    """The Ray session of a run.
-
-    Attributes:
-        is_own: This process started it, on this machine alone.
-        num_nodes: Machines of the session.
-        num_gpus: GPUs of the session.
-    """
-
-    is_own: bool
-    num_nodes: int
-    num_gpus: int
-
-
 @contextmanager
-def ray_session() -> Iterator[Session]:
+def ray_session() -> Iterator[None]:
     """Use the Ray session there is (initialised, or named by RAY_ADDRESS), else start one for the block.
 
     Raises:
@@ -47,11 +31,7 @@ def ray_session() -> Iterator[Session]:
         if not was_initialized:
             _start_ray(address, num_cpus)
         _quiet_ray_data()
-        yield Session(
-            is_own=not was_initialized and not address,
-            num_nodes=max(1, sum(node["Alive"] for node in ray.nodes())),
-            num_gpus=int(ray.cluster_resources().get("GPU", 0)),
-        )
+        yield
     finally:
         if not was_initialized:
             with signals_ignored():

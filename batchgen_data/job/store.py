@@ -19,8 +19,14 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchgen_data.errors import CommitError, ConfigError, InternalError
-from batchgen_data.job.filesystem import is_local, open_filesystem, without_credentials
+from batchgen_data.errors import BatchgenError, CommitError, ConfigError, InternalError
+from batchgen_data.job.filesystem import (
+    cause,
+    is_local,
+    open_filesystem,
+    storage_failures,
+    without_credentials,
+)
 
 # Row groups are cut by bytes: by rows, long texts would pass the 2 GiB that 32-bit offsets can address.
 ROW_GROUP_BYTES = 64 * 2**20
@@ -43,15 +49,19 @@ class OutputStore:
         self._filesystem, self._root = open_filesystem(url)
         self._root = self._root.rstrip("/")
         self._is_local = is_local(self._filesystem)
+        self.failures = storage_failures(url)
         self._num_published = 0
+        self._num_parts = 0
         try:
             if self._filesystem.isfile(self._root):
                 raise ConfigError(f"output {self._shown} is a file; name a folder")
             self._existed = self._filesystem.exists(self._root)
             if self._existed and self._filesystem.ls(self._root, detail=False):
                 raise ConfigError(f"output {self._shown} is not empty; name a new folder or empty it first")
-        except OSError as error:
-            raise ConfigError(f"output {self._shown} cannot be used: {error.strerror or error}") from error
+        except ConfigError:
+            raise
+        except self.failures as error:
+            raise ConfigError(f"output {self._shown} cannot be used: {cause(error)}") from error
 
     def prepare(self) -> None:
         """Create the folders.
@@ -67,8 +77,8 @@ class OutputStore:
                 self._filesystem.makedirs(self._path(folder), exist_ok=True)
         except FileExistsError as error:
             raise ConfigError(f"output {self._shown} is being written by another run") from error
-        except OSError as error:
-            raise ConfigError(f"output {self._shown} cannot be created: {error.strerror or error}") from error
+        except self.failures as error:
+            raise ConfigError(f"output {self._shown} cannot be created: {cause(error)}") from error
 
     def open_part(self, name: str, schema: pa.Schema) -> PartWriter:
         """Start the output file ``data/<name>``; nothing is visible there before it is published.
@@ -76,7 +86,9 @@ class OutputStore:
         Raises:
             CommitError: The staged file cannot be created.
         """
-        staged = self._path("_batchgen/staging/" + name.replace("/", "%2F"))
+        # Not named after the output: a nested path as one name may be longer than file systems allow.
+        staged = self._path(f"_batchgen/staging/{self._num_parts}.parquet")
+        self._num_parts += 1
         return PartWriter(self, name, staged, schema)
 
     def write_record(self, record: Mapping[str, Any]) -> None:
@@ -113,7 +125,9 @@ class OutputStore:
     def publish(self, staged: str, final: str) -> None:
         """Move a closed staged file to its place, durably; never over an existing file."""
         if self._filesystem.exists(final):
-            raise CommitError(f"{final} exists already; another run is writing to this output")
+            raise CommitError(
+                f"output {self._shown}: {final} exists already; another run is writing to this output"
+            )
         if not self._is_local:
             # Object stores have no rename: a copy appears whole or not at all.
             self._filesystem.mv(staged, final)
@@ -129,9 +143,11 @@ class OutputStore:
         """Turn what the storage raises into CommitError naming the file."""
         try:
             yield
-        except (OSError, pa.ArrowException) as error:
+        except BatchgenError:
+            raise
+        except self.failures as error:
             raise CommitError(
-                f"output {self._shown}: {name} cannot be written: {error}; files published before stay"
+                f"output {self._shown}: {name} cannot be written: {cause(error)}; files published before stay"
             ) from error
 
     def final_path(self, name: str) -> str:
@@ -172,9 +188,9 @@ class PartWriter:
                 self._finish()
         finally:
             # After a failure, closing may fail again for the same reason; the first error is the one to tell.
-            with suppress(OSError, pa.ArrowException):
+            with suppress(*self._store.failures):
                 self._writer.close()
-            with suppress(OSError):
+            with suppress(*self._store.failures):
                 self._sink.close()
 
     def write(self, table: pa.Table) -> None:

@@ -6,7 +6,7 @@ import logging
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging as transformers_logging
 
 from batchgen_data.errors import ConfigError, PlanError, UnsafeModelError
-from batchgen_data.sampling import SamplingParams
+from batchgen_data.sampling import SamplingParams, ignored_generation_settings
 
 from .safety import check_no_remote_code, check_weight_files, read_json
 from .source import ModelSource, local_folder, resolve_source
@@ -53,6 +53,7 @@ class LoadedModel:
         eos_token_ids: Every id that ends a generation: the generation config's, the config's and the
             tokenizer's together.
         sampling_defaults: From the model's generation config.
+        ignored_generation_settings: What that config asks for and the runtime does not do.
     """
 
     model: Any
@@ -61,10 +62,11 @@ class LoadedModel:
     context_tokens: int
     eos_token_ids: frozenset[int]
     sampling_defaults: SamplingParams
+    ignored_generation_settings: dict[str, Any] = field(default_factory=dict)
 
 
 def load_tokenizer(source: ModelSource, tokenizer: str | None = None) -> Any:
-    """Load the model's tokenizer, or the one at `tokenizer` (a folder or hub id).
+    """Load the model's tokenizer, or the one at `tokenizer` (a folder or hub id, or `id@revision`).
 
     Raises:
         ConfigError: There is none, it is damaged, or it has no fast implementation.
@@ -160,6 +162,7 @@ def load_model(
         context_tokens=context_tokens,
         eos_token_ids=_eos_token_ids(model, tokenizer),
         sampling_defaults=SamplingParams.from_generation_config(model.generation_config or {}),
+        ignored_generation_settings=ignored_generation_settings(model.generation_config or {}),
     )
 
 

@@ -51,7 +51,8 @@ def resolve_source(
     """Find a model without reading its weights; the hub is asked only when no such path exists.
 
     Args:
-        model: A model folder, a `.gguf` file, or a hub id (`org/name` or a bare name).
+        model: A model folder, a `.gguf` file, or a hub id (`org/name` or a bare name); `id@revision` names
+            a revision of a tokenizer, which has no option of its own.
         revision: A branch, tag or commit; for hub ids only.
         needs: "tokenizer" accepts a place that has a tokenizer but no weights.
 
@@ -78,10 +79,19 @@ def resolve_source(
             return ModelSource(kind="folder", name=name, path=path)
         _check_gguf(path)
         return ModelSource(kind="gguf", name=name, path=path)
+    if needs == "tokenizer" and revision is None and "@" in name[:-1]:
+        name, _, revision = name.rpartition("@")
     if not _may_be_hub_id(name):
         place = str(path.absolute())[:300]
         raise ConfigError(f"unknown model {name[:200]!r}: there is no folder or file {place}{_sibling(path)}")
     return _resolve_hub(name, revision, needs)
+
+
+def pinned(source: ModelSource) -> str:
+    """Return a tokenizer's source as one name that means the same in every process."""
+    if source.path is not None:
+        return str(source.path)
+    return f"{source.name}@{source.revision}" if source.revision else source.name
 
 
 def local_folder(source: ModelSource, *, weights: bool = True) -> Path:

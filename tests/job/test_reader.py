@@ -77,6 +77,36 @@ def test_equal_names_get_different_outputs(tmp_path: Path) -> None:
     assert [f.output_name for f in inputs.files] == ["a.parquet", "A-2.parquet", "b.parquet", "a-3.parquet"]
 
 
+def test_no_output_lies_where_another_has_a_folder(tmp_path: Path) -> None:
+    for name in ("train.parquet/part-0.parquet", "train.parquet/part-1.parquet", "Test/x.parquet.csv/y.pq"):
+        write_parquet(tmp_path / name, numbered(1))
+    for name in ("train.csv", "test/x.csv", "test/X.parquet.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('{"n": 1}\n')
+    names = [file.output_name for file in resolve_inputs([str(tmp_path)]).files]
+    assert sorted(names) == [
+        "Test/x.parquet.csv/y.parquet",
+        "test/X.parquet.parquet",
+        "test/x.parquet",
+        "train-2.parquet",
+        "train.parquet/part-0.parquet",
+        "train.parquet/part-1.parquet",
+    ]
+    folders = {str(folder).casefold() for name in names for folder in Path(name).parents}
+    assert not folders & {name.casefold() for name in names}
+
+
+def test_outputs_of_long_names_fit_the_file_system(tmp_path: Path) -> None:
+    stem = "\N{SNOWMAN}" * 82
+    for name in (f"{stem}a.csv", f"{stem}b.csv"):
+        (tmp_path / name).write_text("n\n1\n")
+    first, second = (file.output_name for file in resolve_inputs([str(tmp_path)]).files)
+    assert first != second
+    for name in (first, second):
+        assert name.startswith("\N{SNOWMAN}" * 80)
+        assert len(name.encode()) <= 255
+
+
 @pytest.mark.parametrize(
     "sources, message",
     [

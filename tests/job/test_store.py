@@ -54,6 +54,17 @@ def test_a_part_is_visible_only_when_whole(output: Path) -> None:
     assert json.loads((output / "_batchgen/run.json").read_text()) == {"status": "finished"}
 
 
+def test_a_path_may_be_longer_than_a_file_name(output: Path) -> None:
+    store = OutputStore(str(output))
+    store.prepare()
+    name = "/".join(["folder" * 20] * 4) + "/a.parquet"
+    with store.open_part(name, SCHEMA) as part, store.open_part("other.parquet", SCHEMA):
+        part.write(rows("x"))
+    store.close()
+    assert visible(output) == [f"data/{name}", "data/other.parquet"]
+    assert pq.read_table(output / "data" / name).equals(rows("x"))
+
+
 def test_a_part_without_rows_has_the_schema(output: Path) -> None:
     store = OutputStore(str(output))
     store.prepare()

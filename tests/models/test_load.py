@@ -85,6 +85,22 @@ def test_dtype_is_fp32_on_a_cpu_unless_asked_for(tmp_path: Path) -> None:
     assert load(folder, dtype=torch.bfloat16).model.dtype == torch.bfloat16
 
 
+def test_what_the_generation_config_asks_for_in_vain_is_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tiny_checkpoint(tmp_path, "llama")
+    assert load(folder).ignored_generation_settings == {}
+    (folder / "generation_config.json").write_text(
+        json.dumps({"no_repeat_ngram_size": 2, "suppress_tokens": [7], "stop_strings": ["User:"]})
+    )
+    with caplog.at_level(logging.WARNING, "batchgen_data"):
+        loaded = load(folder)
+    assert loaded.ignored_generation_settings == {"no_repeat_ngram_size": 2, "suppress_tokens": [7]}
+    assert loaded.sampling_defaults.stop == ("User:",)
+    (record,) = caplog.records
+    assert "no_repeat_ngram_size, suppress_tokens" in record.getMessage()
+
+
 def test_the_logging_of_transformers_is_as_it_was_afterwards(tmp_path: Path) -> None:
     from transformers.utils import logging as transformers_logging
 

@@ -15,7 +15,7 @@ from huggingface_hub import HfApi, constants
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
 from batchgen_data.errors import ConfigError, UnsafeModelError
-from batchgen_data.models.source import ModelSource, local_folder, resolve_source
+from batchgen_data.models.source import ModelSource, local_folder, pinned, resolve_source
 from tiny_models import tiny_checkpoint
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -199,6 +199,27 @@ def test_the_commit_is_pinned_when_the_hub_answers(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(HfApi, "model_info", _answer("config.json", "model.safetensors", "pytorch_model.bin"))
     source = resolve_source("org/tiny", "main")
     assert source == ModelSource(kind="hub", name="org/tiny", revision=COMMIT)
+
+
+def test_a_tokenizer_is_pinned_to_what_was_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its only option is its name, so the name carries the revision to every worker."""
+    asked: list[Any] = []
+
+    def model_info(self: Any, name: str, *, revision: str | None, **_: Any) -> Any:
+        asked.append((name, revision))
+        return SimpleNamespace(sha=COMMIT, siblings=[])
+
+    monkeypatch.setattr(HfApi, "model_info", model_info)
+    name = pinned(resolve_source("org/other", needs="tokenizer"))
+    assert name == f"org/other@{COMMIT}"
+    assert pinned(resolve_source(name, needs="tokenizer")) == name
+    assert resolve_source("org/other@v2", needs="tokenizer").name == "org/other"
+    assert asked == [("org/other", None), ("org/other", COMMIT), ("org/other", "v2")]
+    _folder(tmp_path / "here" / "local@home")
+    assert pinned(resolve_source("local@home", needs="tokenizer")) == str(tmp_path / "here" / "local@home")
+    for refused, needs in (("org/other@", "tokenizer"), ("org/other@v2", "model")):
+        with pytest.raises(ConfigError, match="unknown model"):
+            resolve_source(refused, needs=needs)
 
 
 def test_a_hub_model_with_only_pickle_weights_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
