@@ -12,7 +12,7 @@ test:            ## lint, types and the whole suite: what CI runs
 check:           ## lint and types only
 	@scripts/check
 
-bench:           ## the comparisons of docs/performance.md (about an hour on 2 cores)
+bench:           ## the comparisons of docs/performance.md (about two hours on 2 cores)
 	@scripts/bench
 
 clean:
