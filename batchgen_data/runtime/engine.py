@@ -7,6 +7,7 @@ next caller's rows already fill the device, so throughput hardly depends on how 
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 from array import array
@@ -29,6 +30,9 @@ logger = logging.getLogger(__name__)
 # Finished greedy rows kept for equal prompts to come, counted in token ids of 4 bytes: about 8 MiB.
 _MEMO_TOKENS = 2_000_000
 _MEMO_ENTRY_TOKENS = 256  # what an entry costs besides its tokens
+# Windows cannot interrupt a wait, so there it is cut into slices. Elsewhere hundreds of callers that wake up
+# twice a second would only take the interpreter from the engine thread.
+_WAIT_SLICE_S = 0.5 if sys.platform == "win32" else None
 
 
 class Executor(Protocol):
@@ -85,8 +89,7 @@ class Ticket:
             InternalError: the engine stopped by a bug of ours.
         """
         try:
-            # In slices: an uninterruptible wait would swallow Ctrl-C on some platforms.
-            while not self.done.wait(timeout=0.5):
+            while not self.done.wait(timeout=_WAIT_SLICE_S):
                 pass
         except BaseException:
             self._engine.cancel(self)
