@@ -111,7 +111,7 @@ class PromptSpec:
             )
         if self.template is not None:
             template = compile_template(self.template)
-            for name in template.columns(schema.names):
+            for name in template.columns(_visible_names(schema)):
                 _column_type(schema, "the prompt template's column", name)
         if self.sampling_column is not None:
             kind = _column_type(schema, "sampling_column", self.sampling_column)
@@ -273,8 +273,14 @@ def _column_type(schema: pa.Schema, option: str, name: str) -> pa.DataType:
         return schema.field(name).type
     if num_found > 1:
         raise ConfigError(f"{option} {name!r} names {num_found} columns of the input; rename all but one")
-    present = ", ".join(map(repr, schema.names)) or "no columns"
-    raise ConfigError(f"{option} {name!r} is not in the input{nearest(name, schema.names)}; it has {present}")
+    visible = _visible_names(schema)
+    present = ", ".join(map(repr, visible)) or "no columns"
+    raise ConfigError(f"{option} {name!r} is not in the input{nearest(name, visible)}; it has {present}")
+
+
+def _visible_names(schema: pa.Schema) -> list[str]:
+    """The caller's own columns: those that `batchgen run` adds are nobody's to print or to name."""
+    return [name for name in schema.names if not name.startswith("_batchgen_")]
 
 
 def _check_messages_type(name: str, kind: pa.DataType) -> None:
@@ -325,8 +331,7 @@ def _read_prompts(table: pa.Table, spec: PromptSpec) -> list[Prompt | RowError]:
 
 def _render_prompts(table: pa.Table, spec: PromptSpec, source: str) -> list[Prompt | RowError]:
     template = compile_template(source)
-    # The row's name for random draws is not part of its content: a template that walks over `row` sees none.
-    present = [name for name in table.schema.names if name != spec.row_id_column]
+    present = _visible_names(table.schema)
     named = template.columns(present)
     needed = list(dict.fromkeys(present)) if template.reads_whole_row(present) else list(named)
     # Names that occur twice cannot be asked for (check_schema), only met in passing: take the first.

@@ -698,3 +698,23 @@ def test_encoding_costs_a_fraction_of_a_millisecond_per_row() -> None:
         encode(table, BOS_CHAT, sampling=HOT, template="Q: {{ p }}")
         seconds.append(time.perf_counter() - start)
     assert min(seconds) < 0.3, f"{min(seconds):.3f} s for 1000 rows"
+
+
+def test_a_row_id_column_may_be_printed_and_the_tools_own_column_may_not() -> None:
+    table = pa.table({"id": ["a", "b"], "text": ["x", "y"], "_batchgen_row": [b"1", b"2"]})
+    tokenizer = make_tokenizer()
+
+    def rendered(template: str) -> list[str]:
+        spec = PromptSpec(template=template, row_id_column="id", apply_chat_template=False)
+        rows = encode_rows(
+            table, spec, tokenizer, sampling=SamplingParams(), defaults=SamplingParams(temperature=0)
+        )
+        assert all(isinstance(row, EncodedRow) for row in rows)
+        return [tokenizer.decode(row.prompt_token_ids) for row in rows if isinstance(row, EncodedRow)]
+
+    assert rendered("{{ id }}: {{ text }}") == ["a: x", "b: y"]
+    assert rendered("{% for name in row %}{{ name }} {% endfor %}") == ["id text "] * 2
+    spec = PromptSpec(template="{{ txt }}", row_id_column="_batchgen_row")
+    with pytest.raises(ConfigError) as error:
+        spec.check_schema(table.schema)
+    assert "_batchgen_row" not in str(error.value)
