@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -130,12 +128,6 @@ def check_names(options: Mapping[str, Any], known: list[str], *, also: tuple[str
     for name in options:
         if name not in known and name not in also:
             raise ConfigError(f"unknown option {name!r}{nearest(name, [*known, *also])}")
-
-
-def fingerprint(settings: Mapping[str, Any]) -> str:
-    """Return a short digest of JSON-able settings, independent of key order."""
-    text = json.dumps(settings, sort_keys=True, default=str)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def calls_in_flight(max_sequences: int, batch_size: int) -> int:

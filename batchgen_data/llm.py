@@ -198,11 +198,6 @@ class LLM:
         if problem:
             raise ConfigError(problem)
 
-    @property
-    def sampling_defaults(self) -> SamplingParams:
-        """The model's own settings, from its generation config."""
-        return self._defaults
-
     def record(self, sampling: SamplingParams) -> dict[str, Any]:
         """What was resolved, for a run record: device, context, sampling settings and where each came from.
 

@@ -82,10 +82,8 @@ class TorchExecutor:
         sequences = [[chunk.sequence for chunk in chunks if chunk.samples] for chunks in parts]
         self.timings.pack_s += time.perf_counter() - started
         if self.sub_batch or len(parts) == 1:
-            results = self._run_together(forwards, sequences)
-        else:
-            results = self._run_lanes(forwards, sequences)
-        return results
+            return self._run_together(forwards, sequences)
+        return self._run_lanes(forwards, sequences)
 
     def _run_together(
         self, forwards: list[Callable[[], torch.Tensor]], sequences: list[list[Sequence]]
