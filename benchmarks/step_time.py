@@ -22,8 +22,9 @@ from workload import RESULTS, machine, smollm2_folder
 from batchgen_data.models.attention import KVPool, install
 from batchgen_data.runtime import executor as executor_module
 from batchgen_data.runtime.executor import TorchExecutor
-from batchgen_data.runtime.scheduler import Limits, Scheduler
+from batchgen_data.runtime.scheduler import Scheduler
 from batchgen_data.runtime.sequence import Sequence
+from batchgen_data.runtime.step import Limits
 from batchgen_data.sampling import ResolvedSampling
 
 PROMPT_TOKENS, NEW_TOKENS, PAGE_TOKENS, NUM_PAGES = 100, 8, 64, 256

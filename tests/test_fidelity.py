@@ -14,8 +14,9 @@ from batchgen_data.models.attention import KVPool
 from batchgen_data.models.wrap import install_yield_points, sparse_blocks
 from batchgen_data.runtime import executor as executor_module
 from batchgen_data.runtime.executor import TorchExecutor
-from batchgen_data.runtime.scheduler import Limits, Scheduler
+from batchgen_data.runtime.scheduler import Scheduler
 from batchgen_data.runtime.sequence import Sequence
+from batchgen_data.runtime.step import Limits
 from fake_model import sampling
 from tiny_models import FAMILIES, VOCAB_SIZE, tiny_model
 

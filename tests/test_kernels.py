@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numba
+import numpy as np
 import pytest
 import torch
 
@@ -110,3 +112,19 @@ def test_work_is_cut_into_shares_that_cover_every_item_once(num_shares):
     items = [item for low, high in shares for item in range(low, high)]
     assert items == list(range(len(lengths) * 3))
     assert len(shares) <= num_shares
+
+
+def test_without_a_folder_for_compiled_code_it_compiles_for_itself(monkeypatch):
+    """A read-only container has neither a package folder nor a home to write to."""
+    from numba.core import caching
+
+    monkeypatch.setattr(caching.CompileResultCacheImpl, "_locator_classes", [])
+
+    def add_one(values):
+        values[0] += 1
+
+    values = np.zeros(1)
+    cpu._compiled()(add_one)(values)
+    assert values[0] == 1
+    with pytest.raises(RuntimeError, match="no locator"):
+        numba.njit(cache=True)(add_one)

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from batchgen_data import LLM, ConfigError, PlanError, SamplingParams
 from batchgen_data.config import calls_in_flight
 from batchgen_data.runtime.engine import Engine
-from batchgen_data.runtime.scheduler import Limits
+from batchgen_data.runtime.step import Limits
 from fake_model import FakeExecutor, row
 from tiny_models import EOS_ID, tiny_checkpoint, tiny_tokenizer
 

@@ -7,12 +7,11 @@ next caller's rows already fill the device, so throughput hardly depends on how 
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 import time
 from array import array
-from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
@@ -20,19 +19,15 @@ import torch
 
 from batchgen_data.errors import BatchgenError, DeviceError, InternalError, PromptTooLongError, RowError
 from batchgen_data.prompts import EncodedRow
-from batchgen_data.runtime.scheduler import Limits, Scheduler, Step
+from batchgen_data.runtime.faults import first_line, is_device_fault, is_out_of_memory
+from batchgen_data.runtime.finished_rows import FinishedRows
+from batchgen_data.runtime.scheduler import Scheduler
 from batchgen_data.runtime.sequence import Sequence as RunningSequence
+from batchgen_data.runtime.step import Limits, Step
+from batchgen_data.runtime.ticket import Ending, Ticket
 from batchgen_data.sampling import ResolvedSampling
-from batchgen_data.schema import Outcome
 
 logger = logging.getLogger(__name__)
-
-# Finished greedy rows kept for equal prompts to come, counted in token ids of 4 bytes: about 8 MiB.
-_MEMO_TOKENS = 2_000_000
-_MEMO_ENTRY_TOKENS = 256  # what an entry costs besides its tokens
-# Windows cannot interrupt a wait, so there it is cut into slices. Elsewhere hundreds of callers that wake up
-# twice a second would only take the interpreter from the engine thread.
-_WAIT_SLICE_S = 0.5 if sys.platform == "win32" else None
 
 
 class Executor(Protocol):
@@ -47,98 +42,6 @@ class TokenDecoder(Protocol):
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
         """Turn token ids into text."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Ending:
-    """How a generation ended, apart from the row it belongs to."""
-
-    token_ids: array[int]
-    finish_reason: str
-    stop_reason: str | None
-    stop_at: int | None
-
-
-class Ticket:
-    """Rows handed to the engine in one call; `wait` returns their outcomes in the same order."""
-
-    def __init__(self, engine: Engine, rows: Sequence[EncodedRow | RowError]) -> None:
-        self._engine = engine
-        self.rows = rows
-        self.endings: list[_Ending | RowError | None] = [
-            row if isinstance(row, RowError) else None for row in rows
-        ]
-        self.num_left = sum(1 for ending in self.endings if ending is None)
-        self.fatal: BatchgenError | None = None
-        self.done = threading.Event()
-
-    def settle(self, index: int, ending: _Ending | RowError) -> None:
-        """Record one row's ending (engine thread only)."""
-        if self.endings[index] is not None:
-            raise InternalError("a row was given a second outcome")
-        self.endings[index] = ending
-        self.num_left -= 1
-
-    def wait(self) -> list[Outcome]:
-        """Block until every row has its outcome.
-
-        An interrupted wait (Ctrl-C) takes the rows out of the engine.
-
-        Raises:
-            DeviceError: the device failed; the process should be replaced.
-            InternalError: the engine stopped by a bug of ours.
-        """
-        try:
-            while not self.done.wait(timeout=_WAIT_SLICE_S):
-                pass
-        except BaseException:
-            self._engine.cancel(self)
-            raise
-        if self.fatal is not None:
-            # A new one per caller: raising one object in several threads would mix their tracebacks.
-            raise type(self.fatal)(str(self.fatal)) from self.fatal
-        return [self._outcome(row, ending) for row, ending in zip(self.rows, self.endings, strict=True)]
-
-    def _outcome(self, row: EncodedRow | RowError, ending: _Ending | RowError | None) -> Outcome:
-        num_input = len(row.prompt_token_ids) if isinstance(row, EncodedRow) else None
-        if isinstance(ending, RowError):
-            return Outcome.failed(ending, num_input)
-        if ending is None or isinstance(row, RowError):
-            raise InternalError("a row has no outcome")
-        token_ids = ending.token_ids.tolist()
-        try:
-            text = ending_text(ending, token_ids, row.sampling, self._engine.decode)
-        except Exception as error:
-            cause = f"decoding the generated tokens raised {type(error).__name__}"
-            return Outcome.failed(RowError("decode_error", cause), num_input)
-        return Outcome(
-            finish_reason=ending.finish_reason,  # type: ignore[arg-type]
-            stop_reason=ending.stop_reason,
-            num_input_tokens=num_input,
-            token_ids=token_ids,
-            text=text,
-        )
-
-
-def ending_text(
-    ending: _Ending,
-    token_ids: list[int],
-    sampling: ResolvedSampling,
-    decode: Callable[[list[int], bool], str],
-) -> str:
-    """Decode a whole generation at once, without the end token and what follows a stop string.
-
-    One decode of all ids: a character split over tokens comes out whole, and one cut off by the end of the
-    generation becomes one replacement mark.
-    """
-    by_token = ending.finish_reason == "stop" and ending.stop_at is None
-    if by_token and not sampling.include_stop_str_in_output:
-        token_ids = token_ids[:-1]
-    text = decode(token_ids, sampling.skip_special_tokens)
-    if ending.stop_at is not None:
-        kept = len(ending.stop_reason or "") if sampling.include_stop_str_in_output else 0
-        text = text[: ending.stop_at + kept]
-    return text
 
 
 class Engine:
@@ -182,8 +85,7 @@ class Engine:
         self._leaders: dict[tuple[Any, ...], RunningSequence] = {}
         self._keys: dict[int, tuple[Any, ...]] = {}
         self._sequences: dict[int, RunningSequence] = {}
-        self._memo: OrderedDict[tuple[Any, ...], _Ending] = OrderedDict()
-        self._memo_tokens = 0
+        self._finished = FinishedRows()
         self._inbox: deque[Ticket | _Cancel] = deque()
         self._open: dict[int, Ticket] = {}
         self._wake = threading.Condition()
@@ -279,13 +181,13 @@ class Engine:
                 assert self._executor is not None  # until the thread has ended
                 results = self._executor.run(step)
             except Exception as error:
-                if _is_device_fault(error):
-                    raise DeviceError(f"the device failed: {_first_line(error)}") from error
+                if is_device_fault(error):
+                    raise DeviceError(f"the device failed: {first_line(error)}") from error
                 logger.warning("a pass of %d rows raised %s", len(step.chunks), type(error).__name__)
-                if _is_out_of_memory(error):
+                if is_out_of_memory(error):
                     finished = self.scheduler.step_too_large(step)
                 else:
-                    finished = self.scheduler.step_failed(step, _first_line(error))
+                    finished = self.scheduler.step_failed(step, first_line(error))
             else:
                 ran = time.perf_counter()
                 self._seconds["run_s"] += ran - planned
@@ -327,8 +229,7 @@ class Engine:
                 self._settle(ticket, index, refusal)
                 continue
             key = self._sharing_key(row)
-            if key is not None and (ending := self._memo.get(key)) is not None:
-                self._memo.move_to_end(key)
+            if key is not None and (ending := self._finished.get(key)) is not None:
                 self._counts["rows_shared"] += 1
                 self._settle(ticket, index, ending)
                 continue
@@ -391,11 +292,11 @@ class Engine:
         return array("i", row.prompt_token_ids).tobytes(), sampling
 
     def _deliver(self, sequence: RunningSequence) -> None:
-        ending: _Ending | RowError
+        ending: Ending | RowError
         if sequence.error is not None:
             ending = sequence.error
         else:
-            ending = _Ending(
+            ending = Ending(
                 array("i", sequence.generated_ids),
                 sequence.finish_reason or "length",
                 sequence.stop_reason,
@@ -405,12 +306,12 @@ class Engine:
         key = self._keys.pop(sequence.seq_id, None)
         if key is not None:
             del self._leaders[key]
-            if isinstance(ending, _Ending):
-                self._remember(key, ending)
+            if isinstance(ending, Ending):
+                self._finished.add(key, ending)
         for ticket, index in self._owners.pop(sequence.seq_id):
             self._settle(ticket, index, ending)
 
-    def _settle(self, ticket: Ticket, index: int, ending: _Ending | RowError) -> None:
+    def _settle(self, ticket: Ticket, index: int, ending: Ending | RowError) -> None:
         self._count(ending)
         ticket.settle(index, ending)
         self._close_if_done(ticket)
@@ -420,16 +321,10 @@ class Engine:
             del self._open[id(ticket)]
             ticket.done.set()
 
-    def _count(self, ending: _Ending | RowError) -> None:
+    def _count(self, ending: Ending | RowError) -> None:
         self._counts["rows_done"] += 1
         if isinstance(ending, RowError):
             self._counts["rows_skipped" if ending.skipped else "rows_failed"] += 1
-
-    def _remember(self, key: tuple[Any, ...], ending: _Ending) -> None:
-        self._memo[key] = ending
-        self._memo_tokens += _memo_size(key, ending)
-        while self._memo_tokens > _MEMO_TOKENS:
-            self._memo_tokens -= _memo_size(*self._memo.popitem(last=False))
 
     def _cancel(self, ticket: Ticket) -> None:
         error = RowError("cancelled", "the call that owned this row was interrupted")
@@ -468,28 +363,6 @@ def vocabulary_problem(sampling: ResolvedSampling, vocab_size: int) -> str | Non
     return None
 
 
-def _memo_size(key: tuple[Any, ...], ending: _Ending) -> int:
-    return len(ending.token_ids) + len(key[0]) // 4 + _MEMO_ENTRY_TOKENS
-
-
 @dataclass(frozen=True, slots=True)
 class _Cancel:
     ticket: Ticket
-
-
-def _is_device_fault(error: Exception) -> bool:
-    """A CUDA fault poisons the process: every later call fails or, worse, returns rubbish."""
-    accelerator_error = getattr(torch, "AcceleratorError", None)
-    if isinstance(accelerator_error, type) and isinstance(error, accelerator_error):
-        return not _is_out_of_memory(error)
-    return "CUDA error" in str(error) and not _is_out_of_memory(error)
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    # PyTorch's CPU allocator raises a plain RuntimeError.
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "not enough memory" in str(error)
-
-
-def _first_line(error: BaseException) -> str:
-    line = (str(error).strip().splitlines() or [""])[0]
-    return f"{type(error).__name__}: {line[:200]}"

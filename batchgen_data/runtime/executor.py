@@ -18,8 +18,8 @@ from batchgen_data.errors import RowError
 from batchgen_data.models.attention import KVPool, PagedBatch, Prefill
 from batchgen_data.runtime.coroutine import CoroutineCounts, run_sub_batches
 from batchgen_data.runtime.sampler import sample
-from batchgen_data.runtime.scheduler import Chunk, Step
 from batchgen_data.runtime.sequence import Sequence
+from batchgen_data.runtime.step import Chunk, Step
 
 
 @dataclasses.dataclass(slots=True)

@@ -16,7 +16,7 @@ from batchgen_data.models.wrap import install_yield_points, sparse_blocks
 from batchgen_data.runtime.engine import Engine
 from batchgen_data.runtime.executor import TorchExecutor
 from batchgen_data.runtime.resources import available_cpus, free_memory_bytes
-from batchgen_data.runtime.scheduler import Limits
+from batchgen_data.runtime.step import Limits
 
 logger = logging.getLogger(__name__)
 

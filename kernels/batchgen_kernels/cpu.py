@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -22,7 +23,21 @@ _pool: ThreadPoolExecutor | None = None
 _pool_pid = 0
 
 
-@njit(nogil=True, cache=True)
+def _compiled(**options: Any) -> Callable[[Callable[..., None]], Any]:
+    """Compile without the GIL and keep the machine code on disk, where there is a folder for it."""
+
+    def decorate(function: Callable[..., None]) -> Any:
+        try:
+            return njit(nogil=True, cache=True, **options)(function)
+        except RuntimeError:
+            # Neither the package's folder nor the user's cache can be written (a read-only container):
+            # each process compiles for itself, in seconds.
+            return njit(nogil=True, **options)(function)
+
+    return decorate
+
+
+@_compiled()
 def _append_kernel(k: Any, v: Any, k_pages: Any, v_pages: Any, page_idx: Any, offset: Any) -> None:
     num_tokens, num_kv_heads, size_k = k.shape
     size_v = v.shape[2]
@@ -38,7 +53,7 @@ def _append_kernel(k: Any, v: Any, k_pages: Any, v_pages: Any, page_idx: Any, of
 
 # fastmath lets the dot product be summed in vector lanes; without it the inner loop stays scalar (8x).
 # It also assumes finite numbers, so NaN and infinity are looked for in the logits, not here.
-@njit(nogil=True, cache=True, fastmath={"reassoc", "contract", "arcp", "nsz"})
+@_compiled(fastmath={"reassoc", "contract", "arcp", "nsz"})
 def _decode_kernel(
     q: Any,
     k_pages: Any,

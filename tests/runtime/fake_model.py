@@ -7,7 +7,7 @@ from array import array
 
 from batchgen_data.errors import RowError
 from batchgen_data.prompts import EncodedRow
-from batchgen_data.runtime.scheduler import Step
+from batchgen_data.runtime.step import Step
 from batchgen_data.sampling import ResolvedSampling
 
 VOCAB_SIZE = 1000

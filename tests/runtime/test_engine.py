@@ -11,7 +11,7 @@ import pytest
 
 from batchgen_data.errors import BatchgenError, DeviceError, InternalError, PromptError
 from batchgen_data.runtime.engine import Engine
-from batchgen_data.runtime.scheduler import Limits
+from batchgen_data.runtime.step import Limits
 from fake_model import VOCAB_SIZE, FakeExecutor, expected, row
 
 PAGE_TOKENS = 4

@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchgen_data.errors import InternalError, RowError
-from batchgen_data.runtime.scheduler import Limits, Scheduler
+from batchgen_data.runtime.scheduler import Scheduler
 from batchgen_data.runtime.sequence import Sequence, State
+from batchgen_data.runtime.step import Limits
 from fake_model import FakeExecutor, expected, sampling
 
 

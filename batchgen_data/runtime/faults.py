@@ -1,0 +1,25 @@
+"""What an exception of a forward pass says about the device."""
+
+from __future__ import annotations
+
+import torch
+
+
+def is_device_fault(error: Exception) -> bool:
+    """A CUDA fault poisons the process: every later call fails or, worse, returns rubbish."""
+    accelerator_error = getattr(torch, "AcceleratorError", None)
+    if isinstance(accelerator_error, type) and isinstance(error, accelerator_error):
+        return not is_out_of_memory(error)
+    return "CUDA error" in str(error) and not is_out_of_memory(error)
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether a smaller pass may succeed."""
+    # PyTorch's CPU allocator raises a plain RuntimeError.
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "not enough memory" in str(error)
+
+
+def first_line(error: BaseException) -> str:
+    """Type and first line of the message, at most 200 characters of it."""
+    line = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {line[:200]}"

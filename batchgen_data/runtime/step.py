@@ -1,0 +1,58 @@
+"""What a scheduler decides: one forward pass, within limits, and the totals it keeps. No torch here."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from batchgen_data.runtime.sequence import Sequence
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """What the scheduler may use; see EngineConfig for the meaning of most.
+
+    `max_chunk_tokens`: tokens of one sequence in one pass at most, so that a pass can be cut into parts
+    that run side by side; None leaves it to `max_step_tokens`.
+    """
+
+    num_pages: int
+    page_tokens: int = 64
+    max_sequences: int = 256
+    max_step_tokens: int = 512
+    max_chunk_tokens: int | None = None
+    prefix_reuse: bool = True
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Chunk:
+    """One sequence's share of a pass: tokens `start` to `end`, sampled from if `samples`."""
+
+    sequence: Sequence
+    start: int
+    end: int
+    samples: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Step:
+    """One forward pass: decoding sequences (one token each) first, then prefill chunks."""
+
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the pass."""
+        return sum(chunk.end - chunk.start for chunk in self.chunks)
+
+
+@dataclasses.dataclass(slots=True)
+class Counts:
+    """Running totals; see `Scheduler.statistics`."""
+
+    steps: int = 0
+    page_boundaries: int = 0
+    yields: int = 0
+    recomputed_tokens: int = 0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    reused_tokens: int = 0
