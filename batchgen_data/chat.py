@@ -42,6 +42,9 @@ class ChatFormat:
         system: Put before conversations that do not begin with a system message.
         enabled: Whether text prompts become a user message where there is a chat template.
         template_kwargs: Variables for the chat template.
+        control_tokens: "text": a control token's name inside a message, such as an end-of-turn marker, is
+            encoded as the text it is, so that data cannot end a turn or begin another. "tokens": it
+            becomes the control token.
 
     Raises:
         ConfigError: `template_kwargs` names something this package sets itself.
@@ -50,8 +53,11 @@ class ChatFormat:
     system: str | None = None
     enabled: bool = True
     template_kwargs: Mapping[str, Any] | None = None
+    control_tokens: str = "text"
 
     def __post_init__(self) -> None:
+        if self.control_tokens not in ("text", "tokens"):
+            raise ConfigError(f'control_tokens must be "text" or "tokens", not {self.control_tokens!r}')
         if self.template_kwargs is not None and not isinstance(self.template_kwargs, Mapping):
             raise ConfigError(
                 f"chat_template_kwargs must be a mapping, not {type(self.template_kwargs).__name__}"
@@ -67,11 +73,12 @@ class ChatFormat:
         except ValueError:  # what transformers raises when there is none, or no default among several
             return False
 
-    def render(self, tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str:
+    def render(self, tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str | list[int]:
         """Return a conversation as the text that is to be tokenized without added special tokens.
 
-        A conversation that ends with an assistant message is continued; if that message is blank, a new
-        one is begun.
+        One that names control tokens, where those are to stay text, comes back as token ids: in text the
+        template's own could not be told from them. A conversation that ends with an assistant message is
+        continued; if that message is blank, a new one is begun.
 
         Raises:
             RowError: `chat_template_error`, with the template's own message if it refused in fixed words.
@@ -83,14 +90,22 @@ class ChatFormat:
         if continues and not conversation[-1]["content"].strip():
             conversation.pop()
             continues = False
+        options: dict[str, Any] = {
+            **(self.template_kwargs or {}),
+            "add_generation_prompt": not continues,
+            "continue_final_message": continues,
+        }
         try:
-            return tokenizer.apply_chat_template(
-                conversation,
-                tokenize=False,
-                add_generation_prompt=not continues,
-                continue_final_message=continues,
-                **(self.template_kwargs or {}),
-            )
+            if self.control_tokens == "text" and _names_control_token(conversation, tokenizer):
+                with _ENCODING:
+                    return tokenizer.apply_chat_template(
+                        conversation,
+                        tokenize=True,
+                        return_dict=False,
+                        sanitize_control_tokens=True,
+                        **options,
+                    )
+            return tokenizer.apply_chat_template(conversation, tokenize=False, **options)
         except TemplateError as error:
             message = "the chat template refused the conversation"
             if self._is_in_template(str(error), tokenizer):
@@ -137,14 +152,29 @@ class ChatFormat:
             else:
                 messages: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
                 try:
-                    chats[index] = self.render(tokenizer, messages)
+                    rendered = self.render(tokenizer, messages)
                 except RowError as error:
                     results[index] = error
+                    continue
+                if isinstance(rendered, str):
+                    chats[index] = rendered
+                elif rendered:
+                    results[index] = rendered
         for index, ids in _tokenize(chats, tokenizer, add_special_tokens=False).items():
             results[index] = ids if ids else unset
         for index, ids in _tokenize(texts, tokenizer, add_special_tokens=True).items():
             results[index] = ids if ids else unset
         return results
+
+
+def _names_control_token(conversation: Sequence[Mapping[str, Any]], tokenizer: Any) -> bool:
+    names = [str(token) for token in tokenizer.added_tokens_decoder.values() if not str(token).isspace()]
+    return any(
+        name in text
+        for message in conversation
+        for text in (message["role"], message["content"])
+        for name in names
+    )
 
 
 def _tokenize(

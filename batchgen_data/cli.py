@@ -62,6 +62,10 @@ class SharedOptions:
     chat_template_kwargs: Annotated[
         str | None, _option(_PROMPT, "Variables of the chat template, as one JSON object.")
     ] = None
+    control_tokens: Annotated[
+        str,
+        _option(_PROMPT, "What names of control tokens in the data mean: text (default) or tokens."),
+    ] = "text"
     on_null: Annotated[
         str, _option(_PROMPT, "Rows with a null the prompt needs: skip (default), error or render.")
     ] = "skip"

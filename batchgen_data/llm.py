@@ -91,6 +91,7 @@ class LLM:
         system: str | None = None,
         apply_chat_template: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        control_tokens: str = "text",
     ) -> list[Outcome]:
         """Complete each prompt and return one outcome per prompt, in order.
 
@@ -105,6 +106,7 @@ class LLM:
             apply_chat_template: send strings as a user message through the model's chat template, if it
                 has one; False completes the raw text.
             chat_template_kwargs: variables of the chat template.
+            control_tokens: "text" or "tokens", see PromptSpec.
 
         Raises:
             ConfigError: settings that cannot work for any prompt.
@@ -123,6 +125,7 @@ class LLM:
                 system=system,
                 apply_chat_template=apply_chat_template,
                 chat_template_kwargs=chat_template_kwargs,
+                control_tokens=control_tokens,
                 sampling=settings,
                 defaults=self._defaults,
                 vocab_size=self._vocab_size,

@@ -69,8 +69,8 @@ class BatchGenLLM:
         model: a local folder, a Hugging Face model id, or a .gguf file.
         prompt_column, messages_column, prompt: where prompts come from: a text column, a column of
             conversations, or a Jinja template over the columns. Exactly one.
-        system, sampling_column, apply_chat_template, chat_template_kwargs, on_null, row_id_column:
-            see PromptSpec.
+        system, sampling_column, apply_chat_template, chat_template_kwargs, control_tokens, on_null,
+        row_id_column: see PromptSpec.
         sampling: SamplingParams or a mapping; what is not set comes from the model's generation config.
         generated_tokens: also return the generated token ids.
         output_prefix: put before the name of every result column.

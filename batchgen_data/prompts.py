@@ -44,6 +44,8 @@ class PromptSpec:
         apply_chat_template: Send prompts as a user message through the tokenizer's chat template, if it has
             one. False: prompts are raw text.
         chat_template_kwargs: Variables handed to the chat template (for example ``enable_thinking``).
+        control_tokens: What names of control tokens in the data mean where the chat template applies:
+            "text" (they are encoded as text and cannot change the conversation's turns) or "tokens".
         on_null: A row whose prompt, or any column the template names, is null (or NaN) is left out
             ("skip"), is an error ("error"), or is rendered with None for the null ("render"; to print a
             null is an error even then).
@@ -60,6 +62,7 @@ class PromptSpec:
     system: str | None = None
     apply_chat_template: bool = True
     chat_template_kwargs: Mapping[str, Any] | None = None
+    control_tokens: str = "text"
     on_null: NullPolicy = "skip"
     sampling_column: str | None = None
     row_id_column: str | None = None
@@ -88,7 +91,10 @@ class PromptSpec:
     def chat_format(self) -> ChatFormat:
         """Return the part of this spec that concerns the chat template."""
         return ChatFormat(
-            system=self.system, enabled=self.apply_chat_template, template_kwargs=self.chat_template_kwargs
+            system=self.system,
+            enabled=self.apply_chat_template,
+            template_kwargs=self.chat_template_kwargs,
+            control_tokens=self.control_tokens,
         )
 
     def check_schema(self, schema: pa.Schema) -> None:
@@ -214,6 +220,7 @@ def encode_prompts(
     system: str | None = None,
     apply_chat_template: bool = True,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    control_tokens: str = "text",
     sampling: SamplingParams | Sequence[SamplingParams | Mapping[str, Any] | None],
     defaults: SamplingParams,
     vocab_size: int | None = None,
@@ -226,6 +233,7 @@ def encode_prompts(
         system: As in `PromptSpec`; not used for token ids.
         apply_chat_template: As in `PromptSpec`; conversations always go through the template.
         chat_template_kwargs: As in `PromptSpec`.
+        control_tokens: As in `PromptSpec`.
         sampling: Settings for all prompts, or one per prompt.
         defaults: The model's settings.
         vocab_size: Token ids must be below it; unset: the tokenizer's length.
@@ -236,7 +244,12 @@ def encode_prompts(
     Raises:
         ConfigError: Settings that cannot work, or not one per prompt.
     """
-    chat = ChatFormat(system=system, enabled=apply_chat_template, template_kwargs=chat_template_kwargs)
+    chat = ChatFormat(
+        system=system,
+        enabled=apply_chat_template,
+        template_kwargs=chat_template_kwargs,
+        control_tokens=control_tokens,
+    )
     settings: list[ResolvedSampling | RowError]
     if isinstance(sampling, SamplingParams):
         settings = [resolve(sampling, defaults)] * len(prompts)

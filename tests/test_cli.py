@@ -516,6 +516,6 @@ def test_option_names_are_frozen() -> None:
         *("do_sample", "revision", "tokenizer", "device", "dtype", "num_threads", "kv_memory"),
         *("max_sequences", "max_step_tokens", "max_context_tokens", "format", "generated_tokens"),
         *("output_prefix", "debug", "output", "limit", "num_actors", "num_gpus", "batch_size", "fail_fast"),
-        *("num_rows", "chat_template_kwargs"),
+        *("num_rows", "chat_template_kwargs", "control_tokens"),
     }
     assert set(SamplingParams.__dataclass_fields__) <= names

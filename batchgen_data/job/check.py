@@ -28,8 +28,8 @@ class JobConfig:
         model: Model folder, hub id or GGUF file.
         output: Folder for the results, absent or empty. None where nothing is written (preview).
         prompt_column, messages_column, prompt, system, sampling_column, apply_chat_template,
-            chat_template_kwargs, on_null: Where prompts come from; see `PromptSpec` (`prompt` is the
-            template).
+            chat_template_kwargs, control_tokens, on_null: Where prompts come from; see `PromptSpec`
+            (`prompt` is the template).
         sampling: Settings of all rows.
         format: Read every input as "parquet", "jsonl" or "csv" instead of by its name.
         limit: Take only the first rows of all inputs together.
@@ -55,6 +55,7 @@ class JobConfig:
     sampling_column: str | None = None
     apply_chat_template: bool = True
     chat_template_kwargs: Mapping[str, Any] | None = None
+    control_tokens: str = "text"
     on_null: str = "skip"
     sampling: SamplingParams = field(default_factory=SamplingParams)
     format: InputFormat | None = None
@@ -148,6 +149,7 @@ def prompt_spec(config: JobConfig) -> PromptSpec:
         system=config.system,
         apply_chat_template=config.apply_chat_template,
         chat_template_kwargs=config.chat_template_kwargs,
+        control_tokens=config.control_tokens,
         on_null=config.on_null,  # type: ignore[arg-type]  # checked by PromptSpec
         sampling_column=config.sampling_column,
         row_id_column=ROW_ID_COLUMN,
@@ -186,6 +188,7 @@ def _stage_options(
         "sampling_column": config.sampling_column,
         "apply_chat_template": config.apply_chat_template,
         "chat_template_kwargs": config.chat_template_kwargs,
+        "control_tokens": config.control_tokens,
         "on_null": config.on_null,
         "row_id_column": ROW_ID_COLUMN,
         "output_prefix": config.output_prefix,
