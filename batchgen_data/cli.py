@@ -108,6 +108,22 @@ class SharedOptions:
     dtype: Annotated[str | None, _option(_MODEL, "auto (default), float32, bfloat16, float16.")] = None
     num_threads: Annotated[int | None, _option(_MODEL, "CPU threads per worker.")] = None
     kv_memory: Annotated[str | None, _option(_MODEL, "Memory for KV pages per worker, as 4GiB.")] = None
+    weights_memory: Annotated[
+        str | None, _option(_MODEL, "Memory for weights per worker, as 4GiB; the rest is streamed from disk.")
+    ] = None
+    kv_residence: Annotated[
+        str | None,
+        _option(_MODEL, "Where KV pages live: device (default), or host with --kv-memory staging."),
+    ] = None
+    host_memory: Annotated[str | None, _option(_MODEL, "Host memory for KV pages per worker, as 64GiB.")] = (
+        None
+    )
+    host_path: Annotated[
+        str | None, _option(_MODEL, "Folder for the host tier as a memory-mapped file, instead of memory.")
+    ] = None
+    attention_sub_batch: Annotated[
+        int | None, _option(_MODEL, "Rows that attend together before the experts run over all.")
+    ] = None
     max_sequences: Annotated[int | None, _option(_MODEL, "Rows decoded together at most.")] = None
     max_step_tokens: Annotated[int | None, _option(_MODEL, "Tokens of one forward pass at most.")] = None
     max_context_tokens: Annotated[

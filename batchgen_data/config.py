@@ -29,6 +29,7 @@ _UNITS = {
 # is 64 times longer than the others, calls of 64 rows need this many at once to keep the engine full.
 _ROWS_IN_FLIGHT_FACTOR = 16
 _MOST_CALLS = 512
+_OPTIONAL_COUNTS = ("num_threads", "max_context_tokens", "attention_sub_batch")
 
 
 def parse_bytes(value: int | str, field: str) -> int:
@@ -65,6 +66,13 @@ class EngineConfig:
         attention_sub_batch: sequences of one attention sub-batch. None runs each pass as one unit, the
             faster way where everything fits (measured: docs/performance.md); a number makes the
             sub-batches yield before each sparse block and combine there.
+        weights_memory: bytes of the device for weights, or a size; what does not fit is streamed from the
+            checkpoint in every pass. None keeps all weights on the device.
+        kv_residence: "device", or "host": KV pages live in the host tier, and attention stages those of one
+            layer and sub-batch at a time in `kv_memory`.
+        host_memory: bytes of the host tier, with kv_residence="host". None: `kv_memory_fraction` of the free
+            memory on a CPU, half of it on a machine with a GPU.
+        host_path: a folder for the host tier as a memory-mapped file; None keeps it in memory.
     """
 
     device: str = "auto"
@@ -78,6 +86,10 @@ class EngineConfig:
     max_context_tokens: int | None = None
     prefix_reuse: bool = True
     attention_sub_batch: int | None = None
+    weights_memory: int | str | None = None
+    kv_residence: str = "device"
+    host_memory: int | str | None = None
+    host_path: str | None = None
 
     def __post_init__(self) -> None:
         for field in (
@@ -89,7 +101,7 @@ class EngineConfig:
             "attention_sub_batch",
         ):
             value = getattr(self, field)
-            optional = field in ("num_threads", "max_context_tokens", "attention_sub_batch")
+            optional = field in _OPTIONAL_COUNTS
             if value is None and optional:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -100,8 +112,18 @@ class EngineConfig:
                 f"max_step_tokens ({self.max_step_tokens}) must be at least "
                 f"max_sequences ({self.max_sequences})"
             )
-        if self.kv_memory is not None:
-            parse_bytes(self.kv_memory, "kv_memory")
+        for field in ("kv_memory", "weights_memory", "host_memory"):
+            if getattr(self, field) is not None:
+                parse_bytes(getattr(self, field), field)
+        if self.kv_residence not in ("device", "host"):
+            raise ConfigError(f'kv_residence must be "device" or "host", not {self.kv_residence!r}')
+        if self.host_path is not None and not (isinstance(self.host_path, str) and self.host_path):
+            raise ConfigError(f"host_path must be the path of a folder, not {self.host_path!r}")
+        for field in ("host_memory", "host_path"):
+            if getattr(self, field) is not None and self.kv_residence == "device":
+                raise ConfigError(
+                    f'{field} has no effect while KV lives on the device; add kv_residence="host"'
+                )
         fraction = self.kv_memory_fraction
         if fraction is not None and not (isinstance(fraction, int | float) and 0 < fraction <= 1):
             raise ConfigError(f"kv_memory_fraction must be above 0 and at most 1, not {fraction!r}")

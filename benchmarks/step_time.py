@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from workload import RESULTS, machine, smollm2_folder
 
-from batchgen_data.models.attention import KVPool, install
+from batchgen_data.models.attention import install
+from batchgen_data.models.kv_pool import KVPool
 from batchgen_data.runtime import executor as executor_module
 from batchgen_data.runtime.executor import TorchExecutor
 from batchgen_data.runtime.scheduler import Scheduler

@@ -517,5 +517,6 @@ def test_option_names_are_frozen() -> None:
         *("max_sequences", "max_step_tokens", "max_context_tokens", "format", "generated_tokens"),
         *("output_prefix", "debug", "output", "limit", "num_actors", "num_gpus", "batch_size", "fail_fast"),
         *("num_rows", "chat_template_kwargs", "control_tokens"),
+        *("weights_memory", "kv_residence", "host_memory", "host_path", "attention_sub_batch"),
     }
     assert set(SamplingParams.__dataclass_fields__) <= names

@@ -1,7 +1,7 @@
 """Every architecture through the runtime: logits equal to the model's own forward pass.
 
 Prefill in chunks, decode, after suspension, with and without prefix reuse, as one unit, in lanes side by
-side, and as sub-batches that combine at the sparse blocks.
+side, as sub-batches that combine at the sparse blocks, and with all KV in the host tier.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from batchgen_data.models import attention
-from batchgen_data.models.attention import KVPool
+from batchgen_data.models.kv_pool import KVPool
+from batchgen_data.models.kv_staging import StagedKVPool
 from batchgen_data.models.wrap import install_yield_points, sparse_blocks
 from batchgen_data.runtime import executor as executor_module
 from batchgen_data.runtime.executor import TorchExecutor
@@ -23,6 +24,8 @@ from tiny_models import FAMILIES, VOCAB_SIZE, tiny_model
 PAGE_TOKENS = 4
 NEW_TOKENS = 26
 TIGHT_PAGES = 18
+# The longest sequence, 66 tokens, uses 17.
+STAGED_PAGES = 17
 TOLERANCE = 1e-4
 
 MODES = {
@@ -32,6 +35,13 @@ MODES = {
     "tight, no reuse": {"num_pages": TIGHT_PAGES, "prefix_reuse": False},
     "lanes": {"num_pages": TIGHT_PAGES, "prefix_reuse": True, "num_threads": 2},
     "sub-batches": {"num_pages": TIGHT_PAGES, "prefix_reuse": True, "sub_batch": 2},
+    "host-resident KV": {"num_pages": 128, "prefix_reuse": True, "staged": True},
+    "host-resident KV, tight": {
+        "num_pages": TIGHT_PAGES,
+        "prefix_reuse": False,
+        "sub_batch": 2,
+        "staged": True,
+    },
 }
 
 
@@ -43,7 +53,23 @@ def prompts() -> list[list[int]]:
     return [own[0], shared + own[4], own[1], shared + own[5], own[2], own[3], shared + own[6]]
 
 
-def run(model, shapes, monkeypatch, *, num_pages, prefix_reuse, sub_batch=None, num_threads=1):
+def kv_pool(shapes, num_pages, staged):
+    """A pool full of NaN: whatever is read before it is written shows."""
+    device = torch.device("cpu")
+    if not staged:
+        pool = KVPool(shapes, num_pages, PAGE_TOKENS, device)
+    else:
+        widest_bytes = PAGE_TOKENS * max(shape.token_bytes for shape in shapes.values())
+        staging_bytes = 2 * STAGED_PAGES * widest_bytes
+        pool = StagedKVPool(shapes, num_pages, PAGE_TOKENS, device, staging_bytes=staging_bytes)
+        for half in pool.staging:
+            half.fill_(255)  # NaN in every float type
+    for pages in (*pool.k.values(), *pool.v.values()):
+        pages.fill_(float("nan"))
+    return pool
+
+
+def run(model, shapes, monkeypatch, *, num_pages, prefix_reuse, sub_batch=None, num_threads=1, staged=False):
     """Greedy decoding of all prompts; returns the sequences and every logit row that was sampled from."""
     recorded: dict[tuple[int, int], torch.Tensor] = {}
     real_sample = executor_module.sample
@@ -56,9 +82,7 @@ def run(model, shapes, monkeypatch, *, num_pages, prefix_reuse, sub_batch=None, 
     monkeypatch.setattr(executor_module, "sample", sample)
     # Passes of this test are small: without the limit they would never be cut.
     monkeypatch.setattr(executor_module, "_LEAST_LANE_TOKENS", 2)
-    pool = KVPool(shapes, num_pages, PAGE_TOKENS, torch.device("cpu"))
-    for pages in (*pool.k.values(), *pool.v.values()):
-        pages.fill_(float("nan"))  # whatever is read before it is written shows
+    pool = kv_pool(shapes, num_pages, staged)
     limits = Limits(
         num_pages=num_pages,
         page_tokens=PAGE_TOKENS,
@@ -105,5 +129,5 @@ def test_logits_equal_the_plain_forward(family, monkeypatch):
                 assert int(want.argmax()) == ids[position + 1], (name, sequence.seq_id, position)
         assert (statistics["yields"] > 0) == (mode["num_pages"] == TIGHT_PAGES), name
         assert (statistics["reused_tokens"] > 0) == mode["prefix_reuse"], name
-        combined = "sub_batch" in mode and bool(sparse_blocks(model))
+        combined = ("sub_batch" in mode or "staged" in mode) and bool(sparse_blocks(model))
         assert (counts.combines > 0) == combined, name

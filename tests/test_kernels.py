@@ -7,7 +7,16 @@ import numpy as np
 import pytest
 import torch
 
-from batchgen_kernels import cpu, kv_append, paged_attention_decode, paged_attention_extend, reference
+from batchgen_kernels import (
+    cpu,
+    kv_append,
+    mla,
+    mla_attention_decode,
+    mla_attention_extend,
+    paged_attention_decode,
+    paged_attention_extend,
+    reference,
+)
 
 TOLERANCE = {torch.float32: 2e-5}
 
@@ -128,3 +137,62 @@ def test_without_a_folder_for_compiled_code_it_compiles_for_itself(monkeypatch):
     assert values[0] == 1
     with pytest.raises(RuntimeError, match="no locator"):
         numba.njit(cache=True)(add_one)
+
+
+def mla_case(lengths, *, heads=5, size_nope=12, size_rope=6, size_v=10, rank=16, dtype=torch.float64):
+    """Latents in shuffled pages, NaN wherever nothing was written, and the up-projection of each head."""
+    _, c_pages, _, tables, lens, _ = paged_case(
+        lengths, heads=heads, kv_heads=1, size_k=rank + size_rope, size_v=0
+    )
+    generator = torch.Generator().manual_seed(3)
+    q = torch.randn(len(lengths), heads, size_nope + size_rope, generator=generator)
+    up = torch.randn(heads, size_nope + size_v, rank, generator=generator) * rank**-0.5
+    return q.to(dtype), c_pages.to(dtype), up.to(dtype), tables, lens
+
+
+@pytest.mark.parametrize("on_cpu", [True, False], ids=["one by one", "padded"])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("lengths", [[1], [63], [16, 17, 1, 64, 100], [1000, 3]], ids=str)
+def test_decode_over_latents_equals_expanded_heads(lengths, options, on_cpu, monkeypatch):
+    options = dict(options)
+    q, c_pages, up, tables, lens = mla_case(lengths)
+    if not on_cpu:
+        monkeypatch.setattr(mla, "_decode_one_by_one", mla._decode_padded)
+        monkeypatch.setattr(mla, "_MOST_NUMBERS", 5000)  # several groups
+    if options.pop("sinks", False):
+        options["sinks_H"] = torch.linspace(-1, 2, q.shape[1])
+    got = mla_attention_decode(q, c_pages, up, tables, lens, scale=0.3, **options)
+    want = reference.mla_attention_decode(q, c_pages, up, tables, lens, scale=0.3, **options)
+    assert got.shape == (len(lengths), 5, 10)
+    torch.testing.assert_close(got, want, atol=TOLERANCE[torch.float32], rtol=0)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+# Among latents, except for those of 63 and 100 tokens.
+@pytest.mark.parametrize("chunk,length", [(1, 1), (5, 63), (63, 63), (7, 100), (100, 100)])
+def test_extend_over_latents_equals_expanded_heads(chunk, length, options, monkeypatch):
+    options = dict(options)
+    _, c_pages, up, tables, _ = mla_case([length], dtype=torch.float32)
+    q = torch.randn(chunk, 5, 18, generator=torch.Generator().manual_seed(1))
+    if options.pop("sinks", False):
+        options["sinks_H"] = torch.linspace(-1, 2, 5)
+    monkeypatch.setattr(mla, "_MOST_NUMBERS", 20_000)  # two heads at a time, or one
+    case = (q, c_pages, up, tables[0].long(), length)
+    got = mla_attention_extend(*case, scale=0.3, **options)
+    want = reference.mla_attention_extend(*case, scale=0.3, **options)
+    assert got.shape == (chunk, 5, 10)
+    torch.testing.assert_close(got, want, atol=TOLERANCE[torch.float32], rtol=0)
+
+
+def test_long_chunks_expand_heads_and_short_ones_do_not(monkeypatch):
+    """Sizes of DeepSeek-V3's heads: expansion is worth it from a few hundred tokens on."""
+    _, c_pages, up, tables, _ = mla_case(
+        [600], heads=1, size_nope=128, size_rope=64, size_v=128, rank=512, dtype=torch.float32
+    )
+    expanded = []
+    real = mla.expand_latents
+    monkeypatch.setattr(mla, "expand_latents", lambda *case: expanded.append(1) or real(*case))
+    for chunk, times in ((1, 0), (64, 0), (600, 1)):
+        expanded.clear()
+        mla_attention_extend(torch.randn(chunk, 1, 192), c_pages, up, tables[0].long(), 600, scale=0.1)
+        assert len(expanded) == times, chunk

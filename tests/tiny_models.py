@@ -83,6 +83,15 @@ _DEEPSEEK_EXPERTS: dict[str, Any] = dict(
     first_k_dense_replace=1,
     num_mtp_layers=0,
 )
+# MLA: key width 24, value width 12, so that nothing may assume they are equal; a latent of 24 + 8 numbers.
+_MLA: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "q_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+}
 _GRANITE: dict[str, Any] = dict(
     _DENSE, embedding_multiplier=2.0, logits_scaling=1.5, residual_multiplier=0.8, attention_multiplier=0.3
 )
@@ -104,17 +113,12 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen2_moe": _family("qwen2_moe", _EXPERTS, shared_expert_intermediate_size=48),
     "qwen3_moe": _family("qwen3_moe", _EXPERTS, head_dim=16, norm_topk_prob=True),
     "olmoe": _family("olmoe", _without(_EXPERTS, "moe_intermediate_size"), intermediate_size=32),
-    # MLA: key width 24, value width 12, so that nothing may assume they are equal.
-    "deepseek_v3": _family(
-        "deepseek_v3",
-        _DEEPSEEK_EXPERTS,
-        num_key_value_heads=4,
-        kv_lora_rank=24,
-        q_lora_rank=32,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=16,
-        v_head_dim=12,
+    # Without a query latent, as in V2-Lite, and with routing by group.
+    "deepseek_v2": _family(
+        "deepseek_v2", {**_DEEPSEEK_EXPERTS, **_MLA}, q_lora_rank=None, topk_method="group_limited_greedy"
     ),
+    "deepseek_v3": _family("deepseek_v3", {**_DEEPSEEK_EXPERTS, **_MLA}),
+    "glm4_moe_lite": _family("glm4_moe_lite", {**_DEEPSEEK_EXPERTS, **_MLA}),
     "gpt_oss": _family(
         "gpt_oss",
         _DENSE,

@@ -10,7 +10,7 @@ other state than keys and values, or whose attention does not go through the reg
 
 from __future__ import annotations
 
-import dataclasses
+import logging
 from contextvars import ContextVar
 from typing import Any
 
@@ -19,71 +19,18 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from batchgen_data.errors import ConfigError
-from batchgen_kernels import kv_append, paged_attention_decode, paged_attention_extend
+from batchgen_data.models import mla
+from batchgen_data.models.kv_pool import KVPool, LayerShape, PagedBatch, Prefill
+from batchgen_kernels import (
+    mla_attention_decode,
+    mla_attention_extend,
+    paged_attention_decode,
+    paged_attention_extend,
+)
+
+logger = logging.getLogger(__name__)
 
 NAME = "batchgen_paged"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class LayerShape:
-    """Keys and values of one token in one layer: heads, sizes, type."""
-
-    num_kv_heads: int
-    size_k: int
-    size_v: int
-    dtype: torch.dtype
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of one token's keys and values."""
-        return self.num_kv_heads * (self.size_k + self.size_v) * self.dtype.itemsize
-
-
-class KVPool:
-    """The memory of all pages: per layer, keys [N, K, P, D] and values [N, K, P, V].
-
-    On a CPU the memory is only reserved; the system backs a page when it is first written.
-    """
-
-    def __init__(
-        self, shapes: dict[int, LayerShape], num_pages: int, page_tokens: int, device: torch.device
-    ) -> None:
-        self.page_tokens = page_tokens
-        self.num_pages = num_pages
-        self.k: dict[int, torch.Tensor] = {}
-        self.v: dict[int, torch.Tensor] = {}
-        for layer, shape in shapes.items():
-            head = (num_pages, shape.num_kv_heads, page_tokens)
-            self.k[layer] = torch.empty(*head, shape.size_k, dtype=shape.dtype, device=device)
-            self.v[layer] = torch.empty(*head, shape.size_v, dtype=shape.dtype, device=device)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Prefill:
-    """One prefill chunk of a pass: its tokens in the pack, its pages, its length with the chunk."""
-
-    first: int
-    last: int
-    page_ids: torch.Tensor
-    length: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class PagedBatch:
-    """Where the tokens of one packed pass live.
-
-    The first `num_decode` tokens are single new tokens of as many sequences (block_tables [B, M] int32,
-    lengths [B] int32 with the new token); the rest are prefill chunks. page_idx and offset [T] int64 say
-    where each token's key and value go.
-    """
-
-    pool: KVPool
-    page_idx: torch.Tensor
-    offset: torch.Tensor
-    num_decode: int
-    block_tables: torch.Tensor
-    lengths: torch.Tensor
-    prefills: tuple[Prefill, ...]
 
 
 class ShapeProbe:
@@ -112,7 +59,8 @@ def paged_attention(
     """The function transformers calls in each layer.
 
     Args:
-        query: [1, H, T, D]; key, value: [1, K, T, D] and [1, K, T, V], after rotary embedding.
+        query: [1, H, T, D]; key, value: [1, K, T, D] and [1, K, T, V], after rotary embedding; or
+            [1, 1, T, C] and [1, 1, T, 0], where the module keeps latents (`models.mla`).
         paged: from `model(..., paged=...)`.
 
     Returns:
@@ -127,14 +75,17 @@ def paged_attention(
         paged.num_calls += 1
         paged.windows[layer] = sliding_window
         paged.shapes[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3], key.dtype)
-        shape = (1, query.shape[2], query.shape[1], value.shape[3])
+        size_v: Any = module.v_head_dim if mla.keeps_latents(module) else value.shape[3]
+        shape = (1, query.shape[2], query.shape[1], size_v)
         return torch.zeros(shape, dtype=query.dtype, device=query.device), None
 
-    k_pages, v_pages = paged.pool.k[layer], paged.pool.v[layer]
+    k_pages, v_pages = paged.pool.append(layer, key[0].transpose(0, 1), value[0].transpose(0, 1), paged)
+    decode: Any = paged_attention_decode
+    extend: Any = paged_attention_extend
+    source = v_pages
+    if mla.keeps_latents(module):
+        decode, extend, source = mla_attention_decode, mla_attention_extend, mla.up_projection(module)
     q_THD = query[0].transpose(0, 1)
-    kv_append(
-        key[0].transpose(0, 1), value[0].transpose(0, 1), k_pages, v_pages, paged.page_idx, paged.offset
-    )
     options: dict[str, Any] = {
         "scale": scaling if scaling is not None else query.shape[-1] ** -0.5,
         "window": sliding_window or 0,
@@ -144,14 +95,10 @@ def paged_attention(
     outs = []
     if paged.num_decode:
         outs.append(
-            paged_attention_decode(
-                q_THD[: paged.num_decode], k_pages, v_pages, paged.block_tables, paged.lengths, **options
-            )
+            decode(q_THD[: paged.num_decode], k_pages, source, paged.block_tables, paged.lengths, **options)
         )
     outs += [
-        paged_attention_extend(
-            q_THD[chunk.first : chunk.last], k_pages, v_pages, chunk.page_ids, chunk.length, **options
-        )
+        extend(q_THD[chunk.first : chunk.last], k_pages, source, chunk.page_ids, chunk.length, **options)
         for chunk in paged.prefills
     ]
     out_THV = outs[0] if len(outs) == 1 else torch.cat(outs)
@@ -213,16 +160,35 @@ def install(model: PreTrainedModel) -> dict[int, LayerShape]:
         raise ConfigError(
             f"{name} is not supported: its attention does not go through transformers' registry"
         ) from error
-    shapes = _learn_shapes(model, prompts[0], config.num_hidden_layers)
-    actual = _paged_logits(model, shapes, prompts)
-    scale = float(expected.abs().max()) or 1.0
-    off = float((actual.float() - expected.float()).abs().max()) / scale
-    if not off <= _PROBE_TOLERANCE.get(expected.dtype, 1e-1):
+    tolerance = _PROBE_TOLERANCE.get(expected.dtype, 1e-1)
+    if mla.keep_latents(model):
+        try:
+            shapes, off = _probe(model, prompts, expected)
+            if off <= tolerance:
+                return shapes
+            cause = f"with them its logits differ by {off:.1%} of their range"
+        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
+            cause = str(error)
+        logger.warning("%s: KV pages hold expanded heads, not latents: %s", name, cause)
+        mla.expand_heads(model)
+    shapes, off = _probe(model, prompts, expected)
+    if not off <= tolerance:
         raise ConfigError(
             f"{name} is not supported: with paged attention its logits differ by {off:.1%} of their range "
             "from its own forward pass"
         )
     return shapes
+
+
+def _probe(
+    model: PreTrainedModel, prompts: list[list[int]], expected: torch.Tensor
+) -> tuple[dict[int, LayerShape], float]:
+    """Shapes, and how far paged logits are from the model's own, as a share of their largest magnitude."""
+    num_layers = model.config.get_text_config().num_hidden_layers
+    shapes = _learn_shapes(model, prompts[0], num_layers)
+    actual = _paged_logits(model, shapes, prompts)
+    scale = float(expected.abs().max()) or 1.0
+    return shapes, float((actual.float() - expected.float()).abs().max()) / scale
 
 
 def _plain_logits(model: PreTrainedModel, prompt: list[int]) -> torch.Tensor:

@@ -17,16 +17,27 @@ from huggingface_hub.utils.tqdm import (
     disable_progress_bars,
     enable_progress_bars,
 )
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+)
 from transformers.utils import logging as transformers_logging
 
-from batchgen_data.errors import ConfigError, PlanError, UnsafeModelError
+from batchgen_data.errors import ConfigError, DeviceError, PlanError, UnsafeModelError
 from batchgen_data.sampling import SamplingParams, ignored_generation_settings
 
 from .safety import check_no_remote_code, check_weight_files, read_json
 from .source import ModelSource, local_folder, resolve_source
+from .streamed_load import load_streamed
+from .weights import WeightStream
 
 __all__ = ["LoadedModel", "ModelSource", "load_model", "load_tokenizer", "local_folder", "resolve_source"]
 
@@ -54,6 +65,7 @@ class LoadedModel:
             tokenizer's together.
         sampling_defaults: From the model's generation config.
         ignored_generation_settings: What that config asks for and the runtime does not do.
+        weights: What brings the weights that are not resident; None where all are. Close it with the model.
     """
 
     model: Any
@@ -63,6 +75,7 @@ class LoadedModel:
     eos_token_ids: frozenset[int]
     sampling_defaults: SamplingParams
     ignored_generation_settings: dict[str, Any] = field(default_factory=dict)
+    weights: WeightStream | None = None
 
 
 def load_tokenizer(source: ModelSource, tokenizer: str | None = None) -> Any:
@@ -106,6 +119,7 @@ def load_model(
     dtype: torch.dtype | str = "auto",
     tokenizer: Any = None,
     max_context_tokens: int | None = None,
+    weights_memory: int | None = None,
 ) -> LoadedModel:
     """Load a causal language model; every weight comes from the checkpoint and every tensor there is used.
 
@@ -115,12 +129,14 @@ def load_model(
         dtype: "auto" is fp32 on a CPU (the fast precision there) and the checkpoint's own elsewhere.
         tokenizer: One that was loaded already; default: the model's own.
         max_context_tokens: Lowers the context, or states it where the config does not.
+        weights_memory: Bytes of the device for weights. Where they need more, the rest is streamed from the
+            checkpoint in every pass (`models.weights`); None keeps all on the device.
 
     Raises:
         ConfigError: Damaged files, missing, unexpected or mismatched weights, an architecture that is no
             causal language model, or quantised weights.
         UnsafeModelError: Pickle weights, code of its own, or files outside the folder.
-        PlanError: The weights do not fit on the device.
+        PlanError: The weights do not fit on the device, or `weights_memory` is too little to stream them.
     """
     with quiet_transformers() as messages:
         folder = local_folder(source)
@@ -129,41 +145,79 @@ def load_model(
         if (folder / "generation_config.json").exists():
             # transformers would go on without a broken one, and so without the end tokens it lists.
             read_json(folder / "generation_config.json")
-        check_weight_files(folder)
+        files = check_weight_files(folder)
         context_tokens = _context_tokens(config, max_context_tokens, folder)
         if dtype == "auto":
             dtype = torch.float32 if device.type == "cpu" else (config.dtype or torch.float32)
-        try:
-            model, loading = AutoModelForCausalLM.from_pretrained(
-                folder,
-                config=config,
-                dtype=dtype,
-                use_safetensors=True,
-                trust_remote_code=False,
-                local_files_only=True,
-                output_loading_info=True,
-                # So that they are reported with the others instead of raised one by one.
-                ignore_mismatched_sizes=True,
-                # Named here because a config may name a kernel to download and run.
-                attn_implementation="eager",
+
+        def load(loader: Any, path: Path | None, **options: Any) -> Any:
+            return _from_pretrained(loader, path, folder, messages, config=config, dtype=dtype, **options)
+
+        streamed = None
+        if weights_memory is not None:
+            causal = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+            streamed = load_streamed(
+                lambda tensors: load(causal, None, state_dict=tensors), files, device, weights_memory
             )
-        except Exception as error:
-            names = _reported_weights(messages)
-            why = f"weights are missing or of another shape: {names}" if names else _first_line(error)
-            raise ConfigError(f"cannot load the model in {folder}: {why}") from error
-        check_loading(loading, str(folder))
-        if tokenizer is None:
-            tokenizer = load_tokenizer(source)
-    model.eval().requires_grad_(False)
+        model, weights = streamed or (load(AutoModelForCausalLM, folder), None)
+        try:
+            if weights is not None and (folder / "generation_config.json").exists():
+                model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+            if tokenizer is None:
+                tokenizer = load_tokenizer(source)
+            model.eval().requires_grad_(False)
+            return _loaded(model, weights, source, tokenizer, context_tokens, device)
+        except BaseException:
+            if weights is not None:
+                weights.close()
+            raise
+
+
+def _loaded(
+    model: Any,
+    weights: WeightStream | None,
+    source: ModelSource,
+    tokenizer: Any,
+    context_tokens: int,
+    device: torch.device,
+) -> LoadedModel:
     return LoadedModel(
-        model=_to_device(model, device),
+        model=_to_device(model, device) if weights is None else model,
         tokenizer=tokenizer,
         source=source,
         context_tokens=context_tokens,
         eos_token_ids=_eos_token_ids(model, tokenizer),
         sampling_defaults=SamplingParams.from_generation_config(model.generation_config or {}),
         ignored_generation_settings=ignored_generation_settings(model.generation_config or {}),
+        weights=weights,
     )
+
+
+def _from_pretrained(
+    loader: Any, path: Path | None, folder: Path, messages: list[str], **options: Any
+) -> Any:
+    """Load a model with transformers and check what it reports; errors name `folder`."""
+    try:
+        model, loading = loader.from_pretrained(
+            path,
+            use_safetensors=True,
+            trust_remote_code=False,
+            local_files_only=True,
+            output_loading_info=True,
+            # So that they are reported with the others instead of raised one by one.
+            ignore_mismatched_sizes=True,
+            # Named here because a config may name a kernel to download and run.
+            attn_implementation="eager",
+            **options,
+        )
+    except DeviceError:
+        raise  # names the file that could not be read
+    except Exception as error:
+        names = _reported_weights(messages)
+        why = f"weights are missing or of another shape: {names}" if names else _first_line(error)
+        raise ConfigError(f"cannot load the model in {folder}: {why}") from error
+    check_loading(loading, str(folder))
+    return model
 
 
 def check_loading(loading: Mapping[str, Any], place: str) -> None:
@@ -190,6 +244,19 @@ def check_loading(loading: Mapping[str, Any], place: str) -> None:
             f"the weights in {place} do not fit the model: {'; '.join(problems)}. "
             "Use the config.json that belongs to these weights, or download the model again"
         )
+
+
+def read_config(source: ModelSource, max_context_tokens: int | None = None) -> tuple[Path, Any, int]:
+    """Return a model's folder, its checked config and its context; no weight is read or downloaded.
+
+    Raises:
+        ConfigError, UnsafeModelError: As `load_model`, where the config alone tells.
+    """
+    with quiet_transformers():
+        folder = local_folder(source, weights=False)
+        check_no_remote_code(folder, _KNOWN_MODEL_TYPES)
+        config = _load_config(folder)
+        return folder, config, _context_tokens(config, max_context_tokens, folder)
 
 
 @contextmanager

@@ -135,7 +135,7 @@ class Engine:
         """Totals since the start: rows, tokens, yields, reuse, and where the seconds went."""
         details = {
             name: asdict(value)
-            for name in ("timings", "coroutine_counts")
+            for name in ("timings", "coroutine_counts", "weights")
             if (value := getattr(self._executor, name, None)) is not None
         }
         return {**self._counts, **self._seconds, **self.scheduler.statistics(), **details}
@@ -147,6 +147,9 @@ class Engine:
             self._wake.notify()
         if threading.current_thread() is not self._thread:
             self._thread.join()
+            close = getattr(self._executor, "close", None)
+            if close is not None:
+                close()
             # The last reference to the KV pool, and with the caller's to the model.
             self._executor = None
 
@@ -180,6 +183,8 @@ class Engine:
             try:
                 assert self._executor is not None  # until the thread has ended
                 results = self._executor.run(step)
+            except DeviceError:
+                raise
             except Exception as error:
                 if is_device_fault(error):
                     raise DeviceError(f"the device failed: {first_line(error)}") from error

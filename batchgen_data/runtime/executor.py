@@ -15,11 +15,13 @@ import torch
 from transformers import PreTrainedModel
 
 from batchgen_data.errors import RowError
-from batchgen_data.models.attention import KVPool, PagedBatch, Prefill
+from batchgen_data.models.kv_pool import KVPool, PagedBatch, Prefill
+from batchgen_data.models.weights import WeightCounts, WeightStream
 from batchgen_data.runtime.coroutine import CoroutineCounts, run_sub_batches
 from batchgen_data.runtime.sampler import sample
 from batchgen_data.runtime.sequence import Sequence
 from batchgen_data.runtime.step import Chunk, Step
+from batchgen_data.runtime.sub_batches import cut
 
 
 @dataclasses.dataclass(slots=True)
@@ -49,19 +51,29 @@ class TorchExecutor:
     Args:
         model: switched to paged attention by `models.attention.install`.
         pool: its KV pages.
-        sub_batch: sequences of one attention sub-batch; None runs sequences of a lane as one unit.
-        num_threads: CPU threads to use; 1 on a GPU.
+        sub_batch: sequences of one attention sub-batch; None runs sequences of a lane as one unit, or with
+            a pool that stages pages as many together as its staging holds.
+        num_threads: CPU threads to use in lanes; 1 on a GPU.
+        weights: what brings the model's weights where they are streamed; closed with the executor.
     """
 
     def __init__(
-        self, model: PreTrainedModel, pool: KVPool, *, sub_batch: int | None = None, num_threads: int = 1
+        self,
+        model: PreTrainedModel,
+        pool: KVPool,
+        *,
+        sub_batch: int | None = None,
+        num_threads: int = 1,
+        weights: WeightStream | None = None,
     ) -> None:
         self.model = model
         self.pool = pool
         self.sub_batch = sub_batch
         self.num_threads = num_threads
+        self._in_turns = sub_batch is not None or pool.sub_batch_pages is not None
         self.coroutine_counts = CoroutineCounts()
         self.timings = Timings()
+        self._weights = weights
         self.device = model.get_input_embeddings().weight.device
         self._others = ThreadPoolExecutor(
             max(1, num_threads - 1),
@@ -69,6 +81,16 @@ class TorchExecutor:
             initializer=torch.set_num_threads,
             initargs=(1,),
         )
+
+    @property
+    def weights(self) -> WeightCounts | None:
+        """What streaming the weights took; None where all are resident."""
+        return self._weights.counts if self._weights is not None else None
+
+    def close(self) -> None:
+        """Stop streaming weights; nothing can run afterwards. Safe to call twice."""
+        if self._weights is not None:
+            self._weights.close()
 
     def run(self, step: Step) -> dict[int, int | RowError]:
         """Run the pass and return, by sequence id, the token or row error of each chunk that samples.
@@ -78,10 +100,11 @@ class TorchExecutor:
         """
         started = time.perf_counter()
         parts = self._parts(step)
+        self.pool.begin_pass()
         forwards = [self._forward(chunks) for chunks in parts]
         sequences = [[chunk.sequence for chunk in chunks if chunk.samples] for chunks in parts]
         self.timings.pack_s += time.perf_counter() - started
-        if self.sub_batch or len(parts) == 1:
+        if self._in_turns or len(parts) == 1:
             return self._run_together(forwards, sequences)
         return self._run_lanes(forwards, sequences)
 
@@ -133,9 +156,13 @@ class TorchExecutor:
         return {sequence.seq_id: result for sequence, result in zip(sequences, results, strict=True)}
 
     def _parts(self, step: Step) -> list[tuple[Chunk, ...]]:
-        if self.sub_batch:
-            starts = range(0, len(step.chunks), self.sub_batch)
-            return [step.chunks[start : start + self.sub_batch] for start in starts]
+        if self._in_turns:
+            return cut(
+                step.chunks,
+                self.pool.page_tokens,
+                max_sequences=self.sub_batch,
+                max_pages=self.pool.sub_batch_pages,
+            )
         num_lanes = min(self.num_threads, step.num_tokens // _LEAST_LANE_TOKENS)
         if num_lanes < 2:
             return [step.chunks]
@@ -169,16 +196,18 @@ class TorchExecutor:
                 sampled_at.append(len(tokens) - 1)
         num_decode = next((i for i, chunk in enumerate(chunks) if chunk.end - chunk.start > 1), len(chunks))
         position_ids = torch.tensor(positions, device=device)
-        paged = PagedBatch(
-            pool=self.pool,
-            page_idx=torch.tensor(page_idx, device=device),
-            offset=position_ids % page_tokens,
-            num_decode=num_decode,
-            block_tables=self._block_tables(chunks[:num_decode]),
-            lengths=torch.tensor(
-                [chunk.end for chunk in chunks[:num_decode]], dtype=torch.int32, device=device
-            ),
-            prefills=self._prefills(chunks, num_decode),
+        paged = self.pool.place(
+            PagedBatch(
+                pool=self.pool,
+                page_idx=torch.tensor(page_idx, device=device),
+                offset=position_ids % page_tokens,
+                num_decode=num_decode,
+                block_tables=self._block_tables(chunks[:num_decode]),
+                lengths=torch.tensor(
+                    [chunk.end for chunk in chunks[:num_decode]], dtype=torch.int32, device=device
+                ),
+                prefills=self._prefills(chunks, num_decode),
+            )
         )
         input_ids = torch.tensor(tokens, device=device).unsqueeze(0)
         # A pass of prefill chunks that all go on has nothing to sample, but the head wants one row.

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import torch
 
+from batchgen_data.errors import DeviceError
+
 
 def is_device_fault(error: Exception) -> bool:
-    """A CUDA fault poisons the process: every later call fails or, worse, returns rubbish."""
+    """A CUDA fault poisons the process: every later call fails or, worse, returns rubbish.
+
+    Weights that cannot be read any more are no better.
+    """
+    if isinstance(error, DeviceError):
+        return True
     accelerator_error = getattr(torch, "AcceleratorError", None)
     if isinstance(accelerator_error, type) and isinstance(error, accelerator_error):
         return not is_out_of_memory(error)

@@ -60,20 +60,20 @@ class Scheduler:
     def add(self, sequence: Sequence) -> bool:
         """Queue a new sequence; one that can never fit fails at once and False is returned."""
         needed = self._pages_for(sequence.limit_tokens)
-        if needed > self.limits.num_pages:
-            if (
-                sequence.sampling.max_tokens is None
-                and self._pages_for(sequence.num_tokens + 1) <= self.limits.num_pages
-            ):
+        most, place = self.limits.num_pages, "all KV memory"
+        if self.limits.max_sequence_pages is not None and self.limits.max_sequence_pages < most:
+            most, place = self.limits.max_sequence_pages, "the staging that attention reads them from"
+        if needed > most:
+            if sequence.sampling.max_tokens is None and self._pages_for(sequence.num_tokens + 1) <= most:
                 # No output length was asked for: the pool, not the model, sets the end, and says so.
                 sequence.length_reason = "kv_memory"
-                sequence.limit_tokens = self.limits.num_pages * self.limits.page_tokens
+                sequence.limit_tokens = most * self.limits.page_tokens
             else:
                 sequence.fail(
                     RowError(
                         "exceeds_kv_memory",
                         f"prompt and output need {needed} KV pages ({sequence.limit_tokens} tokens), and "
-                        f"all KV memory holds {self.limits.num_pages}; lower max_tokens or raise kv_memory",
+                        f"{place} holds {most}; lower max_tokens or raise kv_memory",
                     )
                 )
                 sequence.state = State.FINISHED

@@ -10,7 +10,9 @@ import torch
 
 from batchgen_data.config import EngineConfig, parse_bytes
 from batchgen_data.errors import ConfigError, PlanError
-from batchgen_data.models.attention import KVPool, LayerShape, install, position_limit
+from batchgen_data.models.attention import install, position_limit
+from batchgen_data.models.kv_pool import KVPool, LayerShape
+from batchgen_data.models.kv_staging import StagedKVPool, sub_batch_pages
 from batchgen_data.models.load import LoadedModel, ModelSource, load_model
 from batchgen_data.models.wrap import install_yield_points, sparse_blocks
 from batchgen_data.runtime.engine import Engine
@@ -22,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 # The rest of a CPU's memory belongs to the caller, to Ray's object store and to the file cache.
 _KV_FRACTION = {"cpu": 0.3, "cuda": 0.9}
+# Of the host tier's size, where nobody says how much of a CPU's memory is the staging.
+_STAGING_FRACTION = 1 / 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,11 +55,12 @@ def start_engine(
     Raises:
         ConfigError: no such device, an unsupported model, missing or unsafe weights, a context longer than
             the model's, sub-batches of a model without yield points.
-        PlanError: the KV memory holds less than two pages.
+        PlanError: the KV memory or the staging holds less than two pages, the host tier has no room,
+            `weights_memory` is too little to stream the weights.
     """
     share = share or Share()
     device = _device(config.device)
-    num_threads = config.num_threads or max(1, available_cpus() // share.actors_per_node)
+    num_threads = _num_threads(config, share)
     callers_threads = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
@@ -64,39 +69,61 @@ def start_engine(
             device=device,
             dtype=_dtype(config.dtype, device),
             max_context_tokens=config.max_context_tokens,
+            weights_memory=parse_bytes(config.weights_memory, "weights_memory")
+            if config.weights_memory is not None
+            else None,
         )
-        shapes = install(loaded.model)
+        try:
+            engine = _start(loaded, config, device, num_threads, tokenizer or loaded.tokenizer, share)
+        except BaseException:
+            if loaded.weights is not None:
+                loaded.weights.close()
+            raise
     finally:
         torch.set_num_threads(callers_threads)
+    return engine, loaded
+
+
+def _start(
+    loaded: LoadedModel,
+    config: EngineConfig,
+    device: torch.device,
+    num_threads: int,
+    tokenizer: Any,
+    share: Share,
+) -> Engine:
+    shapes = install(loaded.model)
     context_tokens = _context_tokens(config, loaded)
-    num_pages = _num_pages(config, shapes, device, context_tokens, share)
-    if config.attention_sub_batch:
+    pool = _kv_pool(config, shapes, device, context_tokens, share)
+    if config.attention_sub_batch or pool.sub_batch_pages:
         blocks = sparse_blocks(loaded.model)
-        if not blocks:
+        if config.attention_sub_batch and not blocks:
             raise ConfigError(
                 f"attention_sub_batch needs a model with experts; {type(loaded.model).__name__} has none "
                 "and runs each pass as one unit"
             )
         install_yield_points(blocks)
-    pool = KVPool(shapes, num_pages, config.page_tokens, device)
     executor = TorchExecutor(
         loaded.model,
         pool,
         sub_batch=config.attention_sub_batch,
-        num_threads=num_threads if device.type == "cpu" else 1,
+        # Lanes would each want another layer's weights: streamed ones are used by all threads at once.
+        num_threads=num_threads if device.type == "cpu" and loaded.weights is None else 1,
+        weights=loaded.weights,
     )
     limits = Limits(
-        num_pages=num_pages,
+        num_pages=pool.num_pages,
         page_tokens=config.page_tokens,
         max_sequences=config.max_sequences,
         max_step_tokens=config.max_step_tokens,
         max_chunk_tokens=-(-config.max_step_tokens // executor.num_threads),
+        max_sequence_pages=pool.sub_batch_pages,
         prefix_reuse=config.prefix_reuse,
     )
     engine = Engine(
         executor,
         limits,
-        tokenizer or loaded.tokenizer,
+        tokenizer,
         context_tokens=context_tokens,
         eos_token_ids=loaded.eos_token_ids,
         vocab_size=loaded.model.get_input_embeddings().num_embeddings,
@@ -107,10 +134,14 @@ def start_engine(
         type(loaded.model).__name__,
         device,
         num_threads,
-        num_pages,
+        pool.num_pages,
         config.page_tokens,
     )
-    return engine, loaded
+    return engine
+
+
+def _num_threads(config: EngineConfig, share: Share) -> int:
+    return config.num_threads or max(1, available_cpus() // share.actors_per_node)
 
 
 def _device(name: str) -> torch.device:
@@ -145,26 +176,59 @@ def _context_tokens(config: EngineConfig, loaded: LoadedModel) -> int:
     return limit
 
 
-def _num_pages(
+def _kv_pool(
     config: EngineConfig,
     shapes: dict[int, LayerShape],
     device: torch.device,
     context_tokens: int,
     share: Share,
-) -> int:
-    page_bytes = config.page_tokens * sum(shape.token_bytes for shape in shapes.values())
-    if config.kv_memory is not None:
-        budget_bytes = parse_bytes(config.kv_memory, "kv_memory")
+) -> KVPool:
+    page_tokens = config.page_tokens
+    page_bytes = page_tokens * sum(shape.token_bytes for shape in shapes.values())
+    most_pages = config.max_sequences * -(-context_tokens // page_tokens)
+    if config.kv_residence == "device":
+        budget_bytes = _kv_bytes(config, device, share)
+        num_pages = _num_pages("KV memory", "kv_memory", budget_bytes, page_bytes, page_tokens)
+        return KVPool(shapes, min(num_pages, most_pages), page_tokens, device)
+    host_bytes = _host_kv_bytes(config, device, share)
+    num_pages = _num_pages("a host tier", "host_memory", host_bytes, page_bytes, page_tokens)
+    num_pages = min(num_pages, most_pages)
+    if config.kv_memory is None and device.type == "cpu":
+        staging_bytes = int(host_bytes * _STAGING_FRACTION)
     else:
-        part = share.gpu if device.type == "cuda" else 1 / share.actors_per_node
-        fraction = config.kv_memory_fraction or _KV_FRACTION[device.type]
-        budget_bytes = int(free_memory_bytes(device) * fraction * part)
+        staging_bytes = _kv_bytes(config, device, share)
+    # More than the whole host tier cannot be staged.
+    widest_bytes = page_tokens * max(shape.token_bytes for shape in shapes.values())
+    staging_bytes = min(staging_bytes, 2 * num_pages * widest_bytes)
+    staged_tokens = sub_batch_pages(shapes, page_tokens, staging_bytes) * page_tokens
+    if staged_tokens < context_tokens:
+        logger.warning("rows of more than %d tokens are refused: the KV staging holds no more", staged_tokens)
+    return StagedKVPool(
+        shapes, num_pages, page_tokens, device, staging_bytes=staging_bytes, host_path=config.host_path
+    )
+
+
+def _kv_bytes(config: EngineConfig, device: torch.device, share: Share) -> int:
+    if config.kv_memory is not None:
+        return parse_bytes(config.kv_memory, "kv_memory")
+    part = share.gpu if device.type == "cuda" else 1 / share.actors_per_node
+    fraction = config.kv_memory_fraction or _KV_FRACTION[device.type]
+    return int(free_memory_bytes(device) * fraction * part)
+
+
+def _host_kv_bytes(config: EngineConfig, device: torch.device, share: Share) -> int:
+    """The host tier where all KV lives there."""
+    if config.host_memory is not None:
+        return parse_bytes(config.host_memory, "host_memory")
+    fraction = 0.5 if device.type == "cuda" else config.kv_memory_fraction or _KV_FRACTION["cpu"]
+    return int(free_memory_bytes(torch.device("cpu")) * fraction / share.actors_per_node)
+
+
+def _num_pages(place: str, option: str, budget_bytes: int, page_bytes: int, page_tokens: int) -> int:
     num_pages = budget_bytes // page_bytes
     if num_pages < 2:
         raise PlanError(
-            f"KV memory of {budget_bytes:,} bytes holds {num_pages} pages of {page_bytes:,} bytes "
-            f"({config.page_tokens} tokens); set kv_memory to at least {2 * page_bytes:,} bytes, or lower "
-            "page_tokens"
+            f"{place} of {budget_bytes:,} bytes holds {num_pages} pages of {page_bytes:,} bytes "
+            f"({page_tokens} tokens); set {option} to at least {2 * page_bytes:,} bytes, or lower page_tokens"
         )
-    most = config.max_sequences * -(-context_tokens // config.page_tokens)
-    return int(min(num_pages, most))
+    return num_pages

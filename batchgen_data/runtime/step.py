@@ -13,6 +13,8 @@ class Limits:
 
     `max_chunk_tokens`: tokens of one sequence in one pass at most, so that a pass can be cut into parts
     that run side by side; None leaves it to `max_step_tokens`.
+    `max_sequence_pages`: KV pages of one sequence at most, where attention reads pages of the host tier
+    through a staging on the device; None where only `num_pages` limits them.
     """
 
     num_pages: int
@@ -20,6 +22,7 @@ class Limits:
     max_sequences: int = 256
     max_step_tokens: int = 512
     max_chunk_tokens: int | None = None
+    max_sequence_pages: int | None = None
     prefix_reuse: bool = True
 
 

@@ -1,19 +1,28 @@
 """Operators that the runtime calls: one function each, whatever the device.
 
 Every operator has a plain-PyTorch truth in `reference.py`. On a CPU in float32 the operators run as
-compiled loops (`cpu.py`); anything else runs the reference. Callers never ask which.
+compiled loops (`cpu.py`); anything else runs the reference. Attention over compressed latents (`mla.py`)
+is matrix products on every device. Callers never ask which.
 
 Shape letters: T tokens of the pass, B decoding sequences, H query heads, K key/value heads, D key size,
-V value size, N pages of the pool, P tokens per page, M pages of the longest sequence.
+V value size, N pages of the pool, P tokens per page, M pages of the longest sequence. Of latents (MLA):
+C numbers of a token, of which R are the latent and S = C - R the rotary key that all heads share;
+U = D - S + V rows of a head's up-projection.
 """
 
 from __future__ import annotations
 
 import torch
 
-from batchgen_kernels import cpu, reference
+from batchgen_kernels import cpu, mla, reference
 
-__all__ = ["kv_append", "paged_attention_decode", "paged_attention_extend"]
+__all__ = [
+    "kv_append",
+    "mla_attention_decode",
+    "mla_attention_extend",
+    "paged_attention_decode",
+    "paged_attention_extend",
+]
 
 
 def _compiled(tensor: torch.Tensor) -> bool:
@@ -109,6 +118,76 @@ def paged_attention_extend(
         q_THD,
         k_pages_NKPD,
         v_pages_NKPV,
+        page_ids_M,
+        length,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        sinks_H=sinks_H,
+    )
+
+
+def mla_attention_decode(
+    q_BHD: torch.Tensor,
+    c_pages_N1PC: torch.Tensor,
+    up_HUR: torch.Tensor,
+    block_tables_BM: torch.Tensor,
+    lengths_B: torch.Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks_H: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of one new token per sequence over compressed latents, without expanding any head.
+
+    Args:
+        q_BHD: queries, of each head D - S numbers without and S with rotary embedding.
+        c_pages_N1PC: one layer's pages: a token's latent, then its rotary key, as one head.
+        up_HUR: up-projection of each head: D - S rows that make its keys, then V that make its values.
+        block_tables_BM, lengths_B, scale, window, softcap, sinks_H: as in `paged_attention_decode`.
+
+    Returns:
+        [B, H, V] in q's dtype.
+    """
+    return mla.mla_attention_decode(
+        q_BHD,
+        c_pages_N1PC,
+        up_HUR,
+        block_tables_BM,
+        lengths_B,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        sinks_H=sinks_H,
+    )
+
+
+def mla_attention_extend(
+    q_THD: torch.Tensor,
+    c_pages_N1PC: torch.Tensor,
+    up_HUR: torch.Tensor,
+    page_ids_M: torch.Tensor,
+    length: int,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks_H: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Causal attention of one sequence's last T tokens over the latents of all its `length` tokens.
+
+    Args:
+        q_THD, c_pages_N1PC, up_HUR: as in `mla_attention_decode`.
+        page_ids_M, length, scale, window, softcap, sinks_H: as in `paged_attention_extend`.
+
+    Returns:
+        [T, H, V] in q's dtype.
+    """
+    return mla.mla_attention_extend(
+        q_THD,
+        c_pages_N1PC,
+        up_HUR,
         page_ids_M,
         length,
         scale=scale,

@@ -1,7 +1,8 @@
 """The truth of every operator in plain PyTorch; see the package page for shape letters.
 
-`paged_attention_extend` is also the production path on every device for now: its fast branch is PyTorch's
-own scaled_dot_product_attention, its slow branch (sinks, softcap) is the textbook formula.
+`paged_attention_extend` is also the production path on every device for now: the fast branch of
+`attention_of_chunk` is PyTorch's own scaled_dot_product_attention, its slow branch (sinks, softcap) is the
+textbook formula.
 """
 
 from __future__ import annotations
@@ -112,11 +113,31 @@ def paged_attention_extend(
     sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """A prefill chunk of one sequence over its gathered pages."""
-    k_KLD = gather_pages(k_pages_NKPD, page_ids_M, length)
-    v_KLV = gather_pages(v_pages_NKPV, page_ids_M, length)
+    return attention_of_chunk(
+        q_THD,
+        gather_pages(k_pages_NKPD, page_ids_M, length),
+        gather_pages(v_pages_NKPV, page_ids_M, length),
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        sinks_H=sinks_H,
+    )
+
+
+def attention_of_chunk(
+    q_THD: torch.Tensor,
+    k_KLD: torch.Tensor,
+    v_KLV: torch.Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks_H: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """As `attention`, by PyTorch's own function where it knows how: [T, H, V]."""
     if softcap or sinks_H is not None:
         return attention(q_THD, k_KLD, v_KLV, scale=scale, window=window, softcap=softcap, sinks_H=sinks_H)
-    num_queries = q_THD.shape[0]
+    num_queries, length = q_THD.shape[0], k_KLD.shape[1]
     whole = num_queries == length and (not window or window >= length)
     mask_TL = None if whole else _visible(num_queries, length, window, q_THD.device)
     out_1HTV = F.scaled_dot_product_attention(
@@ -129,3 +150,65 @@ def paged_attention_extend(
         enable_gqa=q_THD.shape[1] != k_KLD.shape[0],
     )
     return out_1HTV[0].transpose(0, 1)
+
+
+def expand_latents(
+    c_LC: torch.Tensor, up_HUR: torch.Tensor, size_k: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """All heads' keys [H, L, D] and values [H, L, V] from L tokens' latents (`mla_attention_decode`)."""
+    rank = up_HUR.shape[2]
+    size_nope = size_k - (c_LC.shape[1] - rank)
+    up_HLU = c_LC[:, :rank] @ up_HUR.transpose(1, 2)
+    rope_HLS = c_LC[:, rank:].expand(len(up_HUR), -1, -1)
+    return torch.cat([up_HLU[..., :size_nope], rope_HLS], dim=-1), up_HLU[..., size_nope:]
+
+
+def mla_attention_decode(
+    q_BHD: torch.Tensor,
+    c_pages_N1PC: torch.Tensor,
+    up_HUR: torch.Tensor,
+    block_tables_BM: torch.Tensor,
+    lengths_B: torch.Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks_H: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """One new token per sequence over latents: all heads are expanded, then attended to."""
+    page_tokens = c_pages_N1PC.shape[2]
+    rows = []
+    for q_HD, table_M, length in zip(q_BHD, block_tables_BM, lengths_B.tolist(), strict=True):
+        page_ids = table_M[: -(-length // page_tokens)].long()
+        rows.append(
+            mla_attention_extend(
+                q_HD.unsqueeze(0),
+                c_pages_N1PC,
+                up_HUR,
+                page_ids,
+                length,
+                scale=scale,
+                window=window,
+                softcap=softcap,
+                sinks_H=sinks_H,
+            )
+        )
+    return torch.cat(rows)
+
+
+def mla_attention_extend(
+    q_THD: torch.Tensor,
+    c_pages_N1PC: torch.Tensor,
+    up_HUR: torch.Tensor,
+    page_ids_M: torch.Tensor,
+    length: int,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks_H: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """A prefill chunk of one sequence over latents, by the textbook formula over expanded heads."""
+    c_LC = gather_pages(c_pages_N1PC, page_ids_M, length)[0]
+    k_HLD, v_HLV = expand_latents(c_LC, up_HUR, q_THD.shape[2])
+    return attention(q_THD, k_HLD, v_HLV, scale=scale, window=window, softcap=softcap, sinks_H=sinks_H)

@@ -186,6 +186,22 @@ def test_without_max_tokens_the_pool_bounds_the_output():
     assert s.num_tokens == 16
 
 
+def test_a_row_longer_than_the_staging_is_refused_though_the_host_tier_would_hold_it():
+    scheduler = Scheduler(limits(num_pages=64, max_sequence_pages=4))
+    long, fits = sequence(0, [1] * 10, 8), sequence(1, [2] * 10, 7)
+    open_end = Sequence(2, [3, 4], sampling(max_tokens=None), limit_tokens=1000)
+    assert not scheduler.add(long)
+    assert long.error.code == "exceeds_kv_memory"
+    assert "need 5 KV pages (18 tokens), and the staging that attention reads them from holds 4" in (
+        long.error.message
+    )
+    assert scheduler.add(fits)
+    assert scheduler.add(open_end)
+    drain(scheduler, FakeExecutor(4))
+    assert fits.num_generated == 7
+    assert (open_end.stop_reason, open_end.num_tokens) == ("kv_memory", 16)
+
+
 def test_a_failed_pass_costs_only_the_row_that_fails_alone():
     scheduler = Scheduler(limits())
     executor = FakeExecutor(4)
