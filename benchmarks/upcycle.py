@@ -34,11 +34,6 @@ MODES: dict[str, dict[str, Any]] = {
     "resident": {"kv_memory": "2GiB"},
     "yields at sparse blocks": {"kv_memory": "2GiB", "attention_sub_batch": 4},
     "few KV pages": {"kv_memory": "64MiB", "page_tokens": 16},
-    "few KV pages, checkpoints in the host tier": {
-        "kv_memory": "64MiB",
-        "page_tokens": 16,
-        "host_memory": "1GiB",
-    },
     "KV in the host tier": {"kv_residence": "host", "host_memory": "1GiB", "kv_memory": "4MiB"},
     "weights streamed": {"kv_memory": "1GiB", "weights_memory": "900MiB"},
     "KV in the host tier, weights streamed": {
