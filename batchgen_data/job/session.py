@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import ray
+import ray._private.worker as ray_worker
 import ray.data
 
 from batchgen_data.errors import JobError
@@ -30,12 +31,14 @@ def ray_session() -> Iterator[None]:
     try:
         if not was_initialized:
             _start_ray(address, num_cpus)
+            _print_error_messages(False)
         _quiet_ray_data()
         yield
     finally:
         if not was_initialized:
             with signals_ignored():
                 ray.shutdown()
+            _print_error_messages(True)
 
 
 @contextmanager
@@ -81,6 +84,16 @@ def _start_ray(address: str | None, num_cpus: int) -> None:
     except Exception as error:
         place = f"at RAY_ADDRESS={without_credentials(address)} reached" if address else "started"
         raise JobError(f"Ray cannot be {place}: {error}") from error
+
+
+def _print_error_messages(enabled: bool) -> None:
+    """Let Ray's thread print what it hears from its daemons, or not.
+
+    It writes to stdout whatever the log level, and when a run is interrupted that an actor was killed and its
+    task "will be retried", which is not so. The switch is the one of Ray's own debugger.
+    """
+    if hasattr(ray_worker, "_worker_logs_enabled"):
+        ray_worker._worker_logs_enabled = enabled
 
 
 @contextmanager
