@@ -6,6 +6,7 @@ are read when they are asked for, or come without data: those are streamed later
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from batchgen_data.models.weight_files import WeightFiles
 from batchgen_data.models.weight_units import StreamableWeights
 from batchgen_data.models.weights import WeightStream
 from batchgen_data.runtime.resources import free_memory_bytes
+
+logger = logging.getLogger(__name__)
 
 
 def load_streamed(
@@ -62,13 +65,21 @@ def load_streamed(
         model.eval().requires_grad_(False)
         _move_resident(model, device)
         install_experts(model)
-        return model, WeightStream(StreamableWeights(model, pieces), residency, reader, device)
+        weights = WeightStream(StreamableWeights(model, pieces), residency, reader, device)
     except DeviceError as error:
         reader.close()
         raise ConfigError(str(error)) from error  # nothing has run
     except BaseException:
         reader.close()
         raise
+    logger.info(
+        "%s: %d bytes of weights stay, %d are streamed through buffers of %d",
+        type(model).__name__,
+        weights.counts.resident_bytes,
+        weights.counts.streamed_bytes,
+        weights.counts.ring_bytes,
+    )
+    return model, weights
 
 
 class _Unread:

@@ -115,10 +115,10 @@ class WeightFiles:
         self._keep_cached = keep_cached
         self._open: dict[Path, tuple[int, bool]] = {}
         self._states: dict[Path, tuple[int, int]] = {}
+        self._descriptors: list[int] = []
         try:
             for file in files:
-                self._open[file] = _open(file, direct=not keep_cached)
-                self._states[file] = _state(self._open[file][0])
+                self._states[file] = _state(self._opened(file, direct=not keep_cached)[0])
         except OSError as error:
             self.close()
             raise ConfigError(f"cannot open the weights file {file}: {error.strerror or error}") from error
@@ -168,8 +168,15 @@ class WeightFiles:
 
     def close(self) -> None:
         """Close the files; safe to call twice."""
-        while self._open:
-            os.close(self._open.popitem()[1][0])
+        while self._descriptors:
+            os.close(self._descriptors.pop())
+
+    def _opened(self, file: Path, *, direct: bool) -> tuple[int, bool]:
+        descriptor, direct = _open(file, direct=direct)
+        # One that is replaced stays open: another thread may be reading from it.
+        self._descriptors.append(descriptor)
+        self._open[file] = descriptor, direct
+        return descriptor, direct
 
     def _read_once(self, read: Read, buffer: torch.Tensor) -> None:
         descriptor, direct = self._open[read.file]
@@ -187,7 +194,7 @@ class WeightFiles:
                     raise
                 # Some file systems accept the flag and refuse the read.
                 logger.info("%s cannot be read past the page cache", read.file)
-                self._open[read.file] = descriptor, direct = _open(read.file, direct=False)
+                descriptor, direct = self._opened(read.file, direct=False)
                 continue
             if got <= 0:
                 raise OSError(errno.EIO, f"the file ends at byte {read.offset + done}")

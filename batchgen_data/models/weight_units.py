@@ -27,7 +27,7 @@ NUM_READ_BUFFERS = 3
 _ALIGNMENT_BYTES = 64
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Unit:
     """What is streamed at once; `offsets` are bytes in its buffer."""
 

@@ -78,20 +78,21 @@ class _Ring:
     held: _Slot | None = None
 
     def want(self, units: Iterable[Unit]) -> None:
-        """Replace what is wanted; buffers that hold a unit of it already keep it."""
+        """Replace what is wanted; nothing is held.
+
+        A buffer keeps what it has only if that is among the next to be used: were all of them kept for later
+        units, the first one would wait for a buffer for ever.
+        """
+        assert self.held is None
         units = list(units)
-        there: dict[int, _Slot] = {}
+        missing = {id(unit) for unit in units[: len(self.slots)]}
+        there: set[int] = set()
         for slot in self.slots:
-            if slot is not self.held:
-                slot.wanted = False
-                if slot.unit is not None and slot.error is None:
-                    there[id(slot.unit)] = slot
-        self.queue.clear()
-        for unit in units:
-            if id(unit) in there:
-                there[id(unit)].wanted = True
-            elif self.held is None or self.held.unit is not unit:
-                self.queue.append(unit)
+            slot.wanted = slot.unit is not None and slot.error is None and id(slot.unit) in missing
+            if slot.wanted:
+                missing.remove(id(slot.unit))
+                there.add(id(slot.unit))
+        self.queue = deque(unit for unit in units if id(unit) not in there)
 
     def find(self, unit: Unit) -> _Slot | None:
         return next((slot for slot in self.slots if slot.unit is unit and slot.wanted), None)
@@ -159,6 +160,7 @@ class WeightStream:
         self._expert_ring = _Ring(self._slots(residency.expert_slots, expert_bytes))
         self._read_bytes = streamable.read_bytes
         self._layer: int | None = None
+        self._turn = 0  # of calls of sparse blocks
         # Whether a layer's last call needed all its streamed experts, as it does while many rows decode:
         # then the next one's are read before its router has run.
         self._all_hit = [False] * len(self._experts)
@@ -213,6 +215,9 @@ class WeightStream:
         streamed = [units[expert] for expert in hit if expert >= len(resident)]
         self._all_hit[number] = len(streamed) == len(units) - len(resident) > 0
         with self._changed:
+            self._turn += 1
+            turn = self._turn
+            self._expert_ring.release()
             self._expert_ring.want(streamed)
             self._changed.notify_all()
         try:
@@ -225,11 +230,13 @@ class WeightStream:
                     yield expert, dict(zip(names, views, strict=True))
         finally:
             with self._changed:
-                self._expert_ring.release()
-                self._expert_ring.want(())
-                if number == len(self._experts) - 1:
-                    self._foresee(0)  # the next pass follows
-                self._changed.notify_all()
+                # A call that raised may be kept alive by its traceback and end during a later one.
+                if turn == self._turn:
+                    self._expert_ring.release()
+                    self._expert_ring.want(())
+                    if number == len(self._experts) - 1:
+                        self._foresee(0)  # the next pass follows
+                    self._changed.notify_all()
 
     def close(self) -> None:
         """Stop the threads and give the buffers back; the model cannot run afterwards. Safe to call twice."""
@@ -258,12 +265,15 @@ class WeightStream:
             self._expert_ring.want(self._experts[following][len(self._resident_experts[following]) :])
 
     def _acquire(self, ring: _Ring, unit: Unit) -> list[torch.Tensor]:
-        """Wait until a unit that is wanted is there; the one held before makes room."""
+        """Wait until a unit is there and hold it; the one held before makes room."""
         with self._changed:
             if ring.held is not None and ring.held.unit is not unit:
                 ring.release()
                 self._changed.notify_all()
             slot = ring.find(unit)
+            if slot is None and unit not in ring.queue:
+                ring.want((unit,))
+                slot = ring.find(unit)
             if slot is not None and not slot.reads_left:
                 self.counts.hits += 1
             else:
@@ -357,7 +367,7 @@ class WeightStream:
                 caught if isinstance(caught, BatchgenError) else DeviceError(f"streaming weights: {caught!r}")
             )
         with self._changed:
-            self.counts.bytes_read += read.weight_bytes
+            self.counts.bytes_read += 0 if error else read.weight_bytes
             slot.error = slot.error or error
             slot.reads_left -= 1
             self._changed.notify_all()

@@ -270,6 +270,29 @@ def test_only_experts_that_get_tokens_are_read(mixtral: Path, opened: list[Loade
     torch.testing.assert_close(got, want)
 
 
+def test_a_call_that_was_broken_off_disturbs_no_later_one(mixtral: Path, opened: list[LoadedModel]) -> None:
+    weights = streamed(opened, mixtral).weights
+    assert weights is not None
+    stored = load_file(mixtral / "model.safetensors")
+    broken = weights.experts(4, [5, 6])
+    assert next(broken)[0] == 5
+    for expert, parameters in weights.experts(4, [3, 5, 6]):
+        if expert == 5:
+            broken.close()
+        name = f"model.layers.4.block_sparse_moe.experts.{expert}.w2.weight"
+        assert torch.equal(parameters["down_proj"], stored[name])
+
+
+def test_buffers_that_hold_later_experts_make_room_for_earlier_ones(
+    mixtral: Path, opened: list[LoadedModel]
+) -> None:
+    weights = streamed(opened, mixtral).weights
+    assert weights is not None
+    # Nothing between the calls uses the ring: the last experts of the first lie in all its buffers.
+    assert [expert for expert, _ in weights.experts(4, list(range(8)))] == list(range(8))
+    assert [expert for expert, _ in weights.experts(4, list(range(8)))] == list(range(8))
+
+
 def test_experts_without_tokens_are_no_call_at_all(mixtral: Path, opened: list[LoadedModel]) -> None:
     experts = streamed(opened, mixtral).model.model.layers[4].mlp.experts
     none = torch.empty(0, 2, dtype=torch.long)
