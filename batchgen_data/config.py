@@ -29,7 +29,7 @@ _UNITS = {
 # is 64 times longer than the others, calls of 64 rows need this many at once to keep the engine full.
 _ROWS_IN_FLIGHT_FACTOR = 16
 _MOST_CALLS = 512
-_OPTIONAL_COUNTS = ("num_threads", "max_context_tokens", "attention_sub_batch")
+_OPTIONAL_COUNTS = ("num_threads", "max_context_tokens", "attention_sub_batch", "moe_batch_tokens")
 
 
 def parse_bytes(value: int | str, field: str) -> int:
@@ -66,6 +66,9 @@ class EngineConfig:
         attention_sub_batch: sequences of one attention sub-batch. None runs each pass as one unit, the
             faster way where everything fits (measured: docs/performance.md); a number makes the
             sub-batches yield before each sparse block and combine there.
+        moe_batch_tokens: tokens of one combined call at most; None: all tokens of the pass.
+        yield_at: patterns over module names ("model.layers.*.mlp") at which sub-batches yield and combine;
+            None means the sparse blocks.
         weights_memory: bytes of the device for weights, or a size; what does not fit is streamed from the
             checkpoint in every pass. None keeps all weights on the device.
         kv_residence: "device", or "host": KV pages live in the host tier, and attention stages those of one
@@ -73,6 +76,8 @@ class EngineConfig:
         host_memory: bytes of the host tier, with kv_residence="host". None: `kv_memory_fraction` of the free
             memory on a CPU, half of it on a machine with a GPU.
         host_path: a folder for the host tier as a memory-mapped file; None keeps it in memory.
+        trace: a file to write when the engine closes: where the time of its first 200 passes went, for
+            Perfetto or chrome://tracing. Each engine of a process or job needs its own.
     """
 
     device: str = "auto"
@@ -86,10 +91,13 @@ class EngineConfig:
     max_context_tokens: int | None = None
     prefix_reuse: bool = True
     attention_sub_batch: int | None = None
+    moe_batch_tokens: int | None = None
+    yield_at: tuple[str, ...] | None = None
     weights_memory: int | str | None = None
     kv_residence: str = "device"
     host_memory: int | str | None = None
     host_path: str | None = None
+    trace: str | None = None
 
     def __post_init__(self) -> None:
         for field in (
@@ -99,6 +107,7 @@ class EngineConfig:
             "max_step_tokens",
             "max_context_tokens",
             "attention_sub_batch",
+            "moe_batch_tokens",
         ):
             value = getattr(self, field)
             optional = field in _OPTIONAL_COUNTS
@@ -124,6 +133,10 @@ class EngineConfig:
                 raise ConfigError(
                     f'{field} has no effect while KV lives on the device; add kv_residence="host"'
                 )
+        if self.yield_at is not None:
+            object.__setattr__(self, "yield_at", _patterns(self.yield_at))
+        if self.trace is not None and not (isinstance(self.trace, str) and self.trace):
+            raise ConfigError(f"trace must be the path of a file, not {self.trace!r}")
         fraction = self.kv_memory_fraction
         if fraction is not None and not (isinstance(fraction, int | float) and 0 < fraction <= 1):
             raise ConfigError(f"kv_memory_fraction must be above 0 and at most 1, not {fraction!r}")
@@ -143,6 +156,14 @@ class EngineConfig:
         """
         check_names(options, [field.name for field in dataclasses.fields(cls)])
         return cls(**options)
+
+
+def _patterns(value: Any) -> tuple[str, ...]:
+    patterns = (value,) if isinstance(value, str) else value
+    named = isinstance(patterns, list | tuple) and all(isinstance(item, str) and item for item in patterns)
+    if not named or not patterns:
+        raise ConfigError(f"yield_at must be a pattern or a list of patterns of module names, not {value!r}")
+    return tuple(patterns)
 
 
 def check_names(options: Mapping[str, Any], known: list[str], *, also: tuple[str, ...] = ()) -> None:

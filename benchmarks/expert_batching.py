@@ -179,7 +179,7 @@ def main() -> None:
     for name, times in functions.items():
         print(f"{name:16}" + ",".join(f"{ms:8.1f} ms for {n} tokens" for n, ms in times.items()))
     shapes = install(model)
-    install_yield_points(blocks)
+    install_yield_points(model)
 
     generator = torch.Generator().manual_seed(1)
     sampling = ResolvedSampling(temperature=0.0, max_tokens=options.new_tokens, ignore_eos=True)

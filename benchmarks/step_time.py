@@ -61,14 +61,14 @@ def pass_times(executor: TorchExecutor, num_rows: int) -> tuple[float, float]:
     prefill_tokens, prefill_s, decode_s = 0, 0.0, []
     while (step := scheduler.plan_step()) is not None:
         started = time.perf_counter()
-        results = executor.run(step)
+        tokens = executor.run(step).tokens
         took = time.perf_counter() - started
         if step.num_tokens == num_rows:
             decode_s.append(took)
         else:
             prefill_tokens += step.num_tokens
             prefill_s += took
-        scheduler.complete(step, results)
+        scheduler.complete(step, tokens)
     return prefill_tokens / prefill_s, statistics.median(decode_s)
 
 

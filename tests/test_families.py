@@ -137,7 +137,7 @@ def test_greedy_tokens_equal_generate(case: Case, mode: str, monkeypatch: pytest
 def check_mode(mode: str, statistics: dict[str, Any]) -> None:
     """What the mode names did happen, and nothing else."""
     in_turns = mode.startswith(("yields", "KV in the host tier"))
-    assert (statistics["coroutine_counts"]["combines"] > 0) == in_turns
+    assert (statistics["coroutine"]["combines"] > 0) == in_turns
     assert (statistics["yields"] > 0) == ("few KV pages" in mode)
     assert ("weights" in statistics) == ("weights streamed" in mode)
     if "weights streamed" in mode:

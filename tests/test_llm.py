@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from batchgen_data import LLM, ConfigError, PlanError, SamplingParams
 from batchgen_data.config import calls_in_flight
 from batchgen_data.runtime.engine import Engine
-from batchgen_data.runtime.step import Limits
+from batchgen_data.runtime.step import Limits, StepResult
 from fake_model import FakeExecutor, row
 from tiny_models import EOS_ID, tiny_checkpoint, tiny_tokenizer
 
@@ -151,7 +151,9 @@ class Scripted(FakeExecutor):
         self.script = script
 
     def run(self, step):
-        return {c.sequence.seq_id: self.script[c.sequence.num_generated] for c in step.chunks if c.samples}
+        return StepResult(
+            {c.sequence.seq_id: self.script[c.sequence.num_generated] for c in step.chunks if c.samples}
+        )
 
 
 def scripted(tokenizer, script, **settings):

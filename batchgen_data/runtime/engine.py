@@ -23,7 +23,7 @@ from batchgen_data.runtime.faults import first_line, is_device_fault, is_out_of_
 from batchgen_data.runtime.finished_rows import FinishedRows
 from batchgen_data.runtime.scheduler import Scheduler
 from batchgen_data.runtime.sequence import Sequence as RunningSequence
-from batchgen_data.runtime.step import Limits, Step
+from batchgen_data.runtime.step import Limits, Step, StepResult
 from batchgen_data.runtime.ticket import Ending, Ticket
 from batchgen_data.sampling import ResolvedSampling
 
@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 class Executor(Protocol):
     """Runs one step on some device: real, fake or simulated."""
 
-    def run(self, step: Step) -> dict[int, int | RowError]:
-        """Return, by sequence id, the result of each chunk that samples; raise if the pass failed."""
+    def run(self, step: Step) -> StepResult:
+        """Return what became of each chunk; raise if the pass failed as a whole."""
 
 
 class TokenDecoder(Protocol):
@@ -135,7 +135,7 @@ class Engine:
         """Totals since the start: rows, tokens, yields, reuse, and where the seconds went."""
         details = {
             name: asdict(value)
-            for name in ("timings", "coroutine_counts", "weights")
+            for name in ("timings", "coroutine", "weights")
             if (value := getattr(self._executor, name, None)) is not None
         }
         return {**self._counts, **self._seconds, **self.scheduler.statistics(), **details}
@@ -182,7 +182,7 @@ class Engine:
                 continue
             try:
                 assert self._executor is not None  # until the thread has ended
-                results = self._executor.run(step)
+                result = self._executor.run(step)
             except DeviceError:
                 raise
             except Exception as error:
@@ -196,8 +196,8 @@ class Engine:
             else:
                 ran = time.perf_counter()
                 self._seconds["run_s"] += ran - planned
-                finished = self.scheduler.complete(step, results)
-                self._counts["generated_tokens"] += len(results)
+                finished = self.scheduler.complete(step, result.tokens, result.failed)
+                self._counts["generated_tokens"] += len(result.tokens)
                 self._seconds["schedule_s"] += time.perf_counter() - ran
             for sequence in finished:
                 self._deliver(sequence)

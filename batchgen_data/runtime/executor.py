@@ -7,6 +7,7 @@ row; only the last token of each sequence that needs one goes through the output
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -18,10 +19,18 @@ from batchgen_data.errors import RowError
 from batchgen_data.models.kv_pool import KVPool, PagedBatch, Prefill
 from batchgen_data.models.weights import WeightCounts, WeightStream
 from batchgen_data.runtime.coroutine import CoroutineCounts, run_sub_batches
+from batchgen_data.runtime.faults import aborts_pass, first_line
 from batchgen_data.runtime.sampler import sample
-from batchgen_data.runtime.sequence import Sequence
-from batchgen_data.runtime.step import Chunk, Step
+from batchgen_data.runtime.step import Chunk, Step, StepResult
 from batchgen_data.runtime.sub_batches import cut
+from batchgen_data.runtime.trace import OFF, Trace
+
+logger = logging.getLogger(__name__)
+
+
+# The chunks that run as one unit.
+_Part = tuple[Chunk, ...]
+_Tokens = dict[int, int | RowError]
 
 
 @dataclasses.dataclass(slots=True)
@@ -53,8 +62,12 @@ class TorchExecutor:
         pool: its KV pages.
         sub_batch: sequences of one attention sub-batch; None runs sequences of a lane as one unit, or with
             a pool that stages pages as many together as its staging holds.
+        moe_batch_tokens: tokens of one combined call at most; None: all tokens of the pass. With a number
+            a pass never runs in lanes.
         num_threads: CPU threads to use in lanes; 1 on a GPU.
         weights: what brings the model's weights where they are streamed; closed with the executor.
+        trace: where to record what passes do.
+        trace_path: where to write that when the executor closes.
     """
 
     def __init__(
@@ -63,15 +76,23 @@ class TorchExecutor:
         pool: KVPool,
         *,
         sub_batch: int | None = None,
+        moe_batch_tokens: int | None = None,
         num_threads: int = 1,
         weights: WeightStream | None = None,
+        trace: Trace = OFF,
+        trace_path: str | None = None,
     ) -> None:
         self.model = model
         self.pool = pool
         self.sub_batch = sub_batch
+        self.moe_batch_tokens = moe_batch_tokens
         self.num_threads = num_threads
-        self._in_turns = sub_batch is not None or pool.sub_batch_pages is not None
-        self.coroutine_counts = CoroutineCounts()
+        self.trace = trace
+        self._trace_path = trace_path
+        self._in_turns = any(
+            limit is not None for limit in (sub_batch, moe_batch_tokens, pool.sub_batch_pages)
+        )
+        self.coroutine = CoroutineCounts()
         self.timings = Timings()
         self._weights = weights
         self.device = model.get_input_embeddings().weight.device
@@ -88,74 +109,98 @@ class TorchExecutor:
         return self._weights.counts if self._weights is not None else None
 
     def close(self) -> None:
-        """Stop streaming weights; nothing can run afterwards. Safe to call twice."""
+        """Stop streaming weights and write the trace; nothing can run afterwards. Safe to call twice."""
         if self._weights is not None:
             self._weights.close()
+        path, self._trace_path = self._trace_path, None
+        if path is not None:
+            try:
+                self.trace.write(path)
+            except OSError as error:
+                # The rows are done: what tells how they were must not take them away.
+                logger.error("the trace could not be written to %s: %s", path, error)
 
-    def run(self, step: Step) -> dict[int, int | RowError]:
-        """Run the pass and return, by sequence id, the token or row error of each chunk that samples.
+    def run(self, step: Step) -> StepResult:
+        """Run the pass: a token or row error of each chunk that samples, by sequence id.
+
+        What one of several parts of the pass raises, sampling included, is the failure of its sequences
+        only.
 
         Raises:
-            Exception: whatever the model raises; nothing of the step counts then.
+            Exception: the failure of the first part, where all failed; at once what says that the pass as
+                a whole cannot run (`aborts_pass`). Nothing of the step counts then.
         """
-        started = time.perf_counter()
-        parts = self._parts(step)
-        self.pool.begin_pass()
-        forwards = [self._forward(chunks) for chunks in parts]
-        sequences = [[chunk.sequence for chunk in chunks if chunk.samples] for chunks in parts]
-        self.timings.pack_s += time.perf_counter() - started
-        if self._in_turns or len(parts) == 1:
-            return self._run_together(forwards, sequences)
-        return self._run_lanes(forwards, sequences)
+        self.trace.begin_pass()
+        with self.trace.span("pass", "passes", sequences=len(step.chunks), tokens=step.num_tokens):
+            started = time.perf_counter()
+            parts = self._parts(step)
+            self.pool.begin_pass()
+            forwards = [self._forward(chunks) for chunks in parts]
+            self.timings.pack_s += time.perf_counter() - started
+            if self._in_turns or len(parts) == 1:
+                return self._run_together(forwards, parts)
+            return self._run_lanes(forwards, parts)
 
-    def _run_together(
-        self, forwards: list[Callable[[], torch.Tensor]], sequences: list[list[Sequence]]
-    ) -> dict[int, int | RowError]:
+    def _run_together(self, forwards: list[Callable[[], torch.Tensor]], parts: list[_Part]) -> StepResult:
         """As coroutines of this thread, which combine at the model's yield points."""
         if self.num_threads > 1:
             torch.set_num_threads(self.num_threads)
         started = time.perf_counter()
-        logits = run_sub_batches(forwards, self.coroutine_counts)
+        with self.trace.span("forward", "forward", sub_batches=len(parts)):
+            logits = run_sub_batches(
+                forwards, self.coroutine, most_tokens=self.moe_batch_tokens, trace=self.trace
+            )
         self.timings.forward_s += time.perf_counter() - started
-        results: dict[int, int | RowError] = {}
-        for part, part_sequences in zip(logits, sequences, strict=True):
-            results |= self._sample(part, part_sequences)
-        return results
+        outcomes: list[_Tokens | Exception] = [
+            part_logits if isinstance(part_logits, Exception) else self._try_sampling(part_logits, chunks)
+            for part_logits, chunks in zip(logits, parts, strict=True)
+        ]
+        return _step_result(parts, outcomes)
 
-    def _run_lanes(
-        self, forwards: list[Callable[[], torch.Tensor]], sequences: list[list[Sequence]]
-    ) -> dict[int, int | RowError]:
+    def _run_lanes(self, forwards: list[Callable[[], torch.Tensor]], parts: list[_Part]) -> StepResult:
         """Side by side, each on one thread, sampling included."""
 
         @torch.inference_mode()  # grad modes belong to a thread
-        def run(lane: int) -> dict[int, int | RowError]:
-            return self._sample(forwards[lane](), sequences[lane])
+        def run(lane: int) -> _Tokens | Exception:
+            try:
+                with self.trace.span("forward", f"lane {lane}", sequences=len(parts[lane])):
+                    logits = forwards[lane]()
+                return self._sample(logits, parts[lane], f"lane {lane}")
+            except Exception as error:
+                return error
 
         torch.set_num_threads(1)
         started = time.perf_counter()
         sampled_before_s = self.timings.sample_s
         others = [self._others.submit(run, lane) for lane in range(1, len(forwards))]
         try:
-            results = run(0)
+            outcomes = [run(0)]
         finally:
             wait(others)  # nobody may still write pages when a failed step is taken apart
-        for other in others:
-            results |= other.result()
+        outcomes += [other.result() for other in others]
         # Lanes sample at their own times: count the mean, and the rest of the clock as forward.
         sampled_s = (self.timings.sample_s - sampled_before_s) / len(forwards)
         self.timings.sample_s = sampled_before_s + sampled_s
         self.timings.forward_s += time.perf_counter() - started - sampled_s
-        return results
+        return _step_result(parts, outcomes)
 
-    def _sample(self, logits: torch.Tensor, sequences: list[Sequence]) -> dict[int, int | RowError]:
+    def _try_sampling(self, logits: torch.Tensor, chunks: _Part) -> _Tokens | Exception:
+        try:
+            return self._sample(logits, chunks, "sampling")
+        except Exception as error:
+            return error
+
+    def _sample(self, logits: torch.Tensor, chunks: _Part, track: str) -> _Tokens:
+        sequences = [chunk.sequence for chunk in chunks if chunk.samples]
         if not sequences:
             return {}
         started = time.perf_counter()
-        results = sample(logits, sequences)
+        with self.trace.span("sampling", track, sequences=len(sequences)):
+            results = sample(logits, sequences)
         self.timings.sample_s += time.perf_counter() - started
         return {sequence.seq_id: result for sequence, result in zip(sequences, results, strict=True)}
 
-    def _parts(self, step: Step) -> list[tuple[Chunk, ...]]:
+    def _parts(self, step: Step) -> list[_Part]:
         if self._in_turns:
             return cut(
                 step.chunks,
@@ -177,7 +222,7 @@ class TorchExecutor:
             return [step.chunks]  # one long chunk: its products are shared by all threads instead
         return [tuple(reversed(lane)) for lane in lanes]
 
-    def _forward(self, chunks: tuple[Chunk, ...]) -> Callable[[], torch.Tensor]:
+    def _forward(self, chunks: _Part) -> Callable[[], torch.Tensor]:
         """Pack one sub-batch; the returned closure gives the logits [rows that sample, vocabulary]."""
         device = self.device
         page_tokens = self.pool.page_tokens
@@ -240,3 +285,22 @@ class TorchExecutor:
             prefills.append(Prefill(first, last, page_ids, chunk.end))
             first = last
         return tuple(prefills)
+
+
+def _step_result(parts: list[_Part], outcomes: list[_Tokens | Exception]) -> StepResult:
+    """Put the parts of a pass together; raise what is no failure of some of them only."""
+    errors = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
+    for error in errors:
+        if aborts_pass(error):
+            raise error
+    if len(errors) == len(parts):
+        raise errors[0]
+    tokens: _Tokens = {}
+    failed: dict[int, str] = {}
+    for chunks, outcome in zip(parts, outcomes, strict=True):
+        if isinstance(outcome, Exception):
+            logger.warning("%d of the rows of a pass raised %s", len(chunks), type(outcome).__name__)
+            failed |= {chunk.sequence.seq_id: first_line(outcome) for chunk in chunks}
+        else:
+            tokens |= outcome
+    return StepResult(tokens, failed)

@@ -26,6 +26,11 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "not enough memory" in str(error)
 
 
+def aborts_pass(error: Exception) -> bool:
+    """Whether the pass as a whole cannot go on, whichever part of it raised."""
+    return is_device_fault(error) or is_out_of_memory(error)
+
+
 def first_line(error: BaseException) -> str:
     """Type and first line of the message, at most 200 characters of it."""
     line = (str(error).strip().splitlines() or [""])[0]

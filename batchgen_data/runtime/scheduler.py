@@ -127,15 +127,22 @@ class Scheduler:
         self._steps_to_boundary -= 1
         return Step(tuple(chunks))
 
-    def complete(self, step: Step, results: Mapping[int, int | RowError]) -> list[Sequence]:
+    def complete(
+        self, step: Step, results: Mapping[int, int | RowError], failed: Mapping[int, str] | None = None
+    ) -> list[Sequence]:
         """Take the result of each chunk that `samples`, by sequence id; return who finished.
 
-        A result is the sampled token, or the row's own failure (its logits were not finite).
+        A result is the sampled token, or the row's own failure (its logits were not finite). Sequences in
+        `failed`, with the cause, have none: the part of the pass that held them raised (see `step_failed`).
         """
         finished = []
         for chunk in step.chunks:
             sequence = chunk.sequence
             if sequence.state is not State.ACTIVE:
+                continue
+            if failed and sequence.seq_id in failed:
+                if self._chunk_failed(step, sequence, failed[sequence.seq_id]):
+                    finished.append(sequence)
                 continue
             sequence.num_computed = chunk.end
             if not chunk.samples:
@@ -163,22 +170,11 @@ class Scheduler:
         Nothing the pass computed is trusted. A sequence that fails alone gets a row error; its former
         batch mates go on from their tokens.
         """
-        alone = len(step.chunks) == 1
-        failed = []
-        for chunk in step.chunks:
-            sequence = chunk.sequence
-            if sequence.state is not State.ACTIVE:
-                continue
-            if alone:
-                if sequence.suspect:
-                    self._clear_suspect(sequence)
-                sequence.fail(RowError("model_error", f"the forward pass raised for this row alone: {cause}"))
-                self._finish(sequence)
-                failed.append(sequence)
-            else:
-                sequence.suspect = True
-                self._yield(sequence)
-        return failed
+        return [
+            chunk.sequence
+            for chunk in step.chunks
+            if chunk.sequence.state is State.ACTIVE and self._chunk_failed(step, chunk.sequence, cause)
+        ]
 
     def step_too_large(self, step: Step) -> list[Sequence]:
         """The device had no memory for the pass: make passes half as large; return who failed for good.
@@ -398,6 +394,18 @@ class Scheduler:
         self._append_prefill(chunks, suspect, self._max_step_tokens)
         self._counts.steps += 1
         return Step(tuple(chunks))
+
+    def _chunk_failed(self, step: Step, sequence: Sequence, cause: str) -> bool:
+        """An active sequence's part of a pass raised: fail it if it ran alone (True), else suspect it."""
+        if len(step.chunks) > 1:
+            sequence.suspect = True
+            self._yield(sequence)
+            return False
+        if sequence.suspect:
+            self._clear_suspect(sequence)
+        sequence.fail(RowError("model_error", f"the forward pass raised for this row alone: {cause}"))
+        self._finish(sequence)
+        return True
 
     def _clear_suspect(self, sequence: Sequence) -> None:
         sequence.suspect = False

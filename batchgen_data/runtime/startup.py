@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,11 +15,12 @@ from batchgen_data.models.attention import install, position_limit
 from batchgen_data.models.kv_pool import KVPool, LayerShape
 from batchgen_data.models.kv_staging import StagedKVPool, sub_batch_pages
 from batchgen_data.models.load import LoadedModel, ModelSource, load_model
-from batchgen_data.models.wrap import install_yield_points, sparse_blocks
+from batchgen_data.models.wrap import install_layer_barriers, install_yield_points
 from batchgen_data.runtime.engine import Engine
 from batchgen_data.runtime.executor import TorchExecutor
 from batchgen_data.runtime.resources import available_cpus, free_memory_bytes
 from batchgen_data.runtime.step import Limits
+from batchgen_data.runtime.trace import OFF, Trace
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +62,8 @@ def start_engine(
     """
     share = share or Share()
     device = _device(config.device)
+    if config.trace is not None and not Path(config.trace).resolve().parent.is_dir():
+        raise ConfigError(f"trace: there is no folder {Path(config.trace).resolve().parent} to write to")
     num_threads = _num_threads(config, share)
     callers_threads = torch.get_num_threads()
     torch.set_num_threads(num_threads)
@@ -95,21 +99,17 @@ def _start(
     shapes = install(loaded.model)
     context_tokens = _context_tokens(config, loaded)
     pool = _kv_pool(config, shapes, device, context_tokens, share)
-    if config.attention_sub_batch or pool.sub_batch_pages:
-        blocks = sparse_blocks(loaded.model)
-        if config.attention_sub_batch and not blocks:
-            raise ConfigError(
-                f"attention_sub_batch needs a model with experts; {type(loaded.model).__name__} has none "
-                "and runs each pass as one unit"
-            )
-        install_yield_points(blocks)
+    _install_points(loaded, config, staged=pool.sub_batch_pages is not None)
     executor = TorchExecutor(
         loaded.model,
         pool,
         sub_batch=config.attention_sub_batch,
+        moe_batch_tokens=config.moe_batch_tokens,
         # Lanes would each want another layer's weights: streamed ones are used by all threads at once.
         num_threads=num_threads if device.type == "cpu" and loaded.weights is None else 1,
         weights=loaded.weights,
+        trace=OFF if config.trace is None else Trace(),
+        trace_path=config.trace,
     )
     limits = Limits(
         num_pages=pool.num_pages,
@@ -138,6 +138,34 @@ def _start(
         config.page_tokens,
     )
     return engine
+
+
+def _install_points(loaded: LoadedModel, config: EngineConfig, *, staged: bool) -> None:
+    """Where the sub-batches of a pass yield and wait for one another, if it runs in sub-batches.
+
+    Args:
+        loaded: switched to paged attention.
+        config: what the caller asked for.
+        staged: whether the KV pool cuts a pass into sub-batches, however many there are.
+    """
+    asked = [name for name in ("attention_sub_batch", "moe_batch_tokens") if getattr(config, name)]
+    if not asked and not staged:
+        if config.yield_at is not None:
+            raise ConfigError(
+                "yield_at has no effect while each pass runs as one unit; set attention_sub_batch, the "
+                "sequences of a sub-batch"
+            )
+        return
+    names = install_yield_points(loaded.model, config.yield_at)
+    # Where weights are streamed sub-batches also meet before each layer.
+    needs_experts = [name for name in asked if name == "moe_batch_tokens" or loaded.weights is None]
+    if not names and needs_experts:
+        raise ConfigError(
+            f"{needs_experts[0]} needs a model with experts; {type(loaded.model).__name__} has none and runs "
+            "each pass as one unit, unless yield_at names modules at which sub-batches are combined"
+        )
+    if loaded.weights is not None:
+        install_layer_barriers(loaded.model)
 
 
 def _num_threads(config: EngineConfig, share: Share) -> int:

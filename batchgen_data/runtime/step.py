@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
+from batchgen_data.errors import RowError
 from batchgen_data.runtime.sequence import Sequence
 
 
@@ -46,6 +48,19 @@ class Step:
     def num_tokens(self) -> int:
         """Tokens of the pass."""
         return sum(chunk.end - chunk.start for chunk in self.chunks)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepResult:
+    """What became of a step's chunks, by sequence id.
+
+    Attributes:
+        tokens: the sampled token, or the row's own failure, of each chunk that samples.
+        failed: what the part of the pass raised that held the sequence; nothing it computed counts.
+    """
+
+    tokens: Mapping[int, int | RowError]
+    failed: Mapping[int, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(slots=True)

@@ -7,7 +7,7 @@ from array import array
 
 from batchgen_data.errors import RowError
 from batchgen_data.prompts import EncodedRow
-from batchgen_data.runtime.step import Step
+from batchgen_data.runtime.step import Step, StepResult
 from batchgen_data.sampling import ResolvedSampling
 
 VOCAB_SIZE = 1000
@@ -51,18 +51,23 @@ class FakeExecutor:
         self.step_sizes: list[int] = []
         self.active_sizes: list[int] = []
         self.fault = None  # called with the step; may raise
+        self.part_fault = None  # called with the step; the cause by id of each sequence whose part raised
         self.non_finite: set[int] = set()
 
-    def run(self, step: Step) -> dict[int, int | RowError]:
+    def run(self, step: Step) -> StepResult:
         self.num_steps += 1
         self.step_sizes.append(step.num_tokens)
         self.active_sizes.append(len(step.chunks))
         if self.fault is not None:
             self.fault(step)
+        failed = self.part_fault(step) if self.part_fault is not None else {}
         results = {}
         # Each sequence writes and reads on its own: parts of a pass may run in any order.
         for chunk in reversed(step.chunks):
             self._write(chunk)
+            if chunk.sequence.seq_id in failed:
+                self._spoil(chunk)
+                continue
             self._read(chunk)
             if chunk.samples:
                 sequence = chunk.sequence
@@ -70,13 +75,18 @@ class FakeExecutor:
                     results[sequence.seq_id] = RowError("non_finite_logits", "NaN")
                 else:
                     results[sequence.seq_id] = next_token(sequence.token_ids)
-        return results
+        return StepResult(results, failed)
 
     def _write(self, chunk):
         ids = chunk.sequence.token_ids
         for at in range(chunk.start, chunk.end):
             page = chunk.sequence.pages[at // self.page_tokens]
             self.slots[page, at % self.page_tokens] = tuple(ids[: at + 1])
+
+    def _spoil(self, chunk):
+        """A part that raised may have written anything to its own pages."""
+        for at in range(chunk.start, chunk.end):
+            del self.slots[chunk.sequence.pages[at // self.page_tokens], at % self.page_tokens]
 
     def _read(self, chunk):
         ids = chunk.sequence.token_ids

@@ -11,7 +11,7 @@ import pytest
 
 from batchgen_data.errors import BatchgenError, DeviceError, InternalError, PromptError
 from batchgen_data.runtime.engine import Engine
-from batchgen_data.runtime.step import Limits
+from batchgen_data.runtime.step import Limits, StepResult
 from fake_model import VOCAB_SIZE, FakeExecutor, expected, row
 
 PAGE_TOKENS = 4
@@ -197,6 +197,22 @@ def test_a_poison_row_fails_alone(make_engine):
     assert outcomes[0].token_ids == expected([10, 1], 6)
 
 
+def test_a_part_of_a_pass_that_raises_costs_its_own_row_only(make_engine):
+    executor = FakeExecutor(PAGE_TOKENS)
+    executor.part_fault = lambda step: {
+        chunk.sequence.seq_id: "ValueError: no 13"
+        for chunk in step.chunks
+        if chunk.sequence.token_ids[0] == 13
+    }
+    engine = make_engine(executor)
+    outcomes = run(engine, [row([i, 1], max_tokens=6) for i in range(10, 16)])
+    assert [o.error_code for o in outcomes] == [None, None, None, "model_error", None, None]
+    assert outcomes[3].error_message.endswith("ValueError: no 13")
+    assert [o.token_ids for o in outcomes[:3]] == [expected([i, 1], 6) for i in range(10, 13)]
+    assert engine.statistics()["yields"] == 1, "the others never left"
+    assert engine.statistics()["generated_tokens"] == 5 * 6
+
+
 def test_a_device_fault_stops_the_engine_and_wakes_every_caller(make_engine):
     executor = FakeExecutor(PAGE_TOKENS)
 
@@ -265,7 +281,7 @@ def test_stop_text_hidden_behind_tokens_without_text_is_found(make_engine):
 
 def test_a_bug_of_ours_is_raised_not_hung_on(make_engine):
     executor = FakeExecutor(PAGE_TOKENS)
-    executor.run = lambda step: {}
+    executor.run = lambda step: StepResult({})
     with pytest.raises(InternalError, match="KeyError"):
         run(make_engine(executor), [row([1], max_tokens=4)])
 

@@ -36,11 +36,11 @@ def drain(scheduler, executor, *, max_steps=10_000):
         assert 0 < step.num_tokens <= max(scheduler.limits.max_step_tokens, 1)
         assert len({chunk.sequence.seq_id for chunk in step.chunks}) == len(step.chunks)
         try:
-            results = executor.run(step)
+            result = executor.run(step)
         except ZeroDivisionError as error:
             scheduler.step_failed(step, repr(error))
         else:
-            scheduler.complete(step, results)
+            scheduler.complete(step, result.tokens, result.failed)
         scheduler.check()
     raise AssertionError("no end")
 
@@ -58,11 +58,12 @@ rows = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 25), st.integers(0,
     reuse=st.booleans(),
     max_chunk_tokens=st.sampled_from([None, 1, 3, 8]),
     faults=st.sets(st.integers(0, 40), max_size=3),
+    part_faults=st.sets(st.integers(0, 40), max_size=3),
 )
 def test_any_schedule_ends_with_the_right_tokens(
-    rows, num_pages, page_tokens, max_sequences, extra_tokens, reuse, max_chunk_tokens, faults
+    rows, num_pages, page_tokens, max_sequences, extra_tokens, reuse, max_chunk_tokens, faults, part_faults
 ):
-    """Random rows (many with equal prefixes), pools, budgets and failing passes."""
+    """Random rows (many with equal prefixes), pools, budgets, failing passes and failing parts of passes."""
     config = limits(
         num_pages=num_pages,
         page_tokens=page_tokens,
@@ -78,7 +79,12 @@ def test_any_schedule_ends_with_the_right_tokens(
         if executor.num_steps in faults and len(step.chunks) > 1:
             raise ZeroDivisionError("a pass failed")
 
+    def part_fault(step):
+        half = step.chunks[: len(step.chunks) // 2] if executor.num_steps in part_faults else ()
+        return {chunk.sequence.seq_id: "a part failed" for chunk in half}
+
     executor.fault = fault
+    executor.part_fault = part_fault
     sequences = []
     for seq_id, (num_prompt, max_tokens, family) in enumerate(rows):
         prompt = [family] * (num_prompt // 2) + list(range(num_prompt - num_prompt // 2))
@@ -136,7 +142,7 @@ def test_the_first_wave_shares_its_prefix():
     for _ in range(2):
         step = scheduler.plan_step()
         sizes.append(sorted(chunk.end - chunk.start for chunk in step.chunks))
-        scheduler.complete(step, executor.run(step))
+        scheduler.complete(step, executor.run(step).tokens)
     assert sizes == [[41], [1] * 8]
     drain(scheduler, executor)
     statistics = scheduler.statistics()
@@ -163,7 +169,7 @@ def test_rows_start_in_order_of_arrival():
     while (step := scheduler.plan_step()) is not None:
         new = {chunk.sequence.seq_id for chunk in step.chunks} - set(started)
         started += sorted(new)
-        scheduler.complete(step, executor.run(step))
+        scheduler.complete(step, executor.run(step).tokens)
     assert started == sorted(started)
 
 
@@ -221,6 +227,28 @@ def test_a_failed_pass_costs_only_the_row_that_fails_alone():
         assert s.generated_ids == expected(s.token_ids[:10], 6)
 
 
+def test_a_part_that_raises_keeps_its_neighbours_out_of_it():
+    """Only the rows of that part run alone afterwards; of these only the culprit fails."""
+    scheduler = Scheduler(limits())
+    executor = FakeExecutor(4)
+
+    def part_fault(step):
+        parts = (step.chunks[:2], step.chunks[2:])
+        bad = [part for part in parts if any(chunk.sequence.seq_id == 1 for chunk in part)]
+        return {chunk.sequence.seq_id: "no 1" for part in bad for chunk in part}
+
+    executor.part_fault = part_fault
+    sequences = [sequence(i, [i] * 2, 6) for i in range(4)]
+    for s in sequences:
+        scheduler.add(s)
+    drain(scheduler, executor)
+    assert [s.error.code if s.error else None for s in sequences] == [None, "model_error", None, None]
+    assert "no 1" in sequences[1].error.message
+    assert [s.num_yields for s in sequences] == [1, 1, 0, 0]
+    for s in sequences[:1] + sequences[2:]:
+        assert s.generated_ids == expected(s.token_ids[:2], 6)
+
+
 def test_a_row_with_bad_logits_ends_alone_and_leaves_no_page_behind_by_name():
     scheduler = Scheduler(limits())
     executor = FakeExecutor(4)
@@ -243,7 +271,7 @@ def test_cancelled_rows_leave_and_others_go_on(after_steps):
         scheduler.add(s)
     for _ in range(after_steps):
         step = scheduler.plan_step()
-        scheduler.complete(step, executor.run(step))
+        scheduler.complete(step, executor.run(step).tokens)
     for s in sequences[::2]:
         scheduler.cancel(s, RowError("cancelled", "gone"))
         scheduler.check()
@@ -272,7 +300,7 @@ def test_the_same_calls_give_the_same_decisions():
         trace = []
         while (step := scheduler.plan_step()) is not None:
             trace.append([(c.sequence.seq_id, c.start, c.end, tuple(c.sequence.pages)) for c in step.chunks])
-            scheduler.complete(step, executor.run(step))
+            scheduler.complete(step, executor.run(step).tokens)
         return trace
 
     assert decisions() == decisions()
@@ -288,7 +316,7 @@ def test_rows_behind_one_that_waits_for_a_prefix_go_first():
     assert [chunk.sequence.seq_id for chunk in step.chunks] == [0, 3]
     assert step.num_tokens == 16, "what nobody else can use goes to the chunk that was cut short"
     executor = FakeExecutor(4)
-    scheduler.complete(step, executor.run(step))
+    scheduler.complete(step, executor.run(step).tokens)
     drain(scheduler, executor)
     assert scheduler.statistics()["reused_tokens"] == 2 * 60
 
