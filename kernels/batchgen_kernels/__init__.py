@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import torch
 
-from batchgen_kernels import cpu, mla, reference
+from batchgen_kernels import cpu, reference
+from batchgen_kernels.mla import mla_attention_decode, mla_attention_extend
 
 __all__ = [
     "kv_append",
@@ -118,76 +119,6 @@ def paged_attention_extend(
         q_THD,
         k_pages_NKPD,
         v_pages_NKPV,
-        page_ids_M,
-        length,
-        scale=scale,
-        window=window,
-        softcap=softcap,
-        sinks_H=sinks_H,
-    )
-
-
-def mla_attention_decode(
-    q_BHD: torch.Tensor,
-    c_pages_N1PC: torch.Tensor,
-    up_HUR: torch.Tensor,
-    block_tables_BM: torch.Tensor,
-    lengths_B: torch.Tensor,
-    *,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks_H: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Attention of one new token per sequence over compressed latents, without expanding any head.
-
-    Args:
-        q_BHD: queries, of each head D - S numbers without and S with rotary embedding.
-        c_pages_N1PC: one layer's pages: a token's latent, then its rotary key, as one head.
-        up_HUR: up-projection of each head: D - S rows that make its keys, then V that make its values.
-        block_tables_BM, lengths_B, scale, window, softcap, sinks_H: as in `paged_attention_decode`.
-
-    Returns:
-        [B, H, V] in q's dtype.
-    """
-    return mla.mla_attention_decode(
-        q_BHD,
-        c_pages_N1PC,
-        up_HUR,
-        block_tables_BM,
-        lengths_B,
-        scale=scale,
-        window=window,
-        softcap=softcap,
-        sinks_H=sinks_H,
-    )
-
-
-def mla_attention_extend(
-    q_THD: torch.Tensor,
-    c_pages_N1PC: torch.Tensor,
-    up_HUR: torch.Tensor,
-    page_ids_M: torch.Tensor,
-    length: int,
-    *,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks_H: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Causal attention of one sequence's last T tokens over the latents of all its `length` tokens.
-
-    Args:
-        q_THD, c_pages_N1PC, up_HUR: as in `mla_attention_decode`.
-        page_ids_M, length, scale, window, softcap, sinks_H: as in `paged_attention_extend`.
-
-    Returns:
-        [T, H, V] in q's dtype.
-    """
-    return mla.mla_attention_extend(
-        q_THD,
-        c_pages_N1PC,
-        up_HUR,
         page_ids_M,
         length,
         scale=scale,

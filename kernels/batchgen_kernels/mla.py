@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from batchgen_kernels.reference import attention_of_chunk, expand_latents, gather_pages
+from batchgen_kernels.reference import attention_of_chunk, attention_weights, expand_latents, gather_pages
 
 # Numbers that padded pages of a decoding batch, or the expanded heads of a chunk, may take at once.
 _MOST_NUMBERS = 2**26
@@ -31,7 +31,19 @@ def mla_attention_decode(
     softcap: float = 0.0,
     sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One new token per sequence: the up-projections once for all, attention among latents."""
+    """Attention of one new token per sequence over compressed latents, without expanding any head.
+
+    The up-projections are multiplied once for all sequences.
+
+    Args:
+        q_BHD: queries, of each head D - S numbers without and S with rotary embedding.
+        c_pages_N1PC: one layer's pages: a token's latent, then its rotary key, as one head.
+        up_HUR: up-projection of each head: D - S rows that make its keys, then V that make its values.
+        block_tables_BM, lengths_B, scale, window, softcap, sinks_H: as in `paged_attention_decode`.
+
+    Returns:
+        [B, H, V] in q's dtype.
+    """
     q_BHC = _to_latents(q_BHD, up_HUR, c_pages_N1PC.shape[3])
     attend = _decode_one_by_one if q_BHD.device.type == "cpu" else _decode_padded
     out_BHR = attend(
@@ -62,6 +74,7 @@ def _decode_one_by_one(
 ) -> torch.Tensor:
     """Sequence by sequence, so that nothing is padded: [B, H, R]."""
     page_tokens = c_pages_N1PC.shape[2]
+    sinks_H1 = None if sinks_H is None else sinks_H.unsqueeze(1)
     out_BHR = q_BHC.new_empty(*q_BHC.shape[:2], rank)
     for row, length in enumerate(lengths_B.tolist()):
         page_ids = block_tables_BM[row, : -(-length // page_tokens)]
@@ -69,7 +82,7 @@ def _decode_one_by_one(
         if window:
             c_LC = c_LC[-window:]
         scores_HL = q_BHC[row].float() @ c_LC.float().T
-        weights_HL = _softmax(scores_HL, scale=scale, softcap=softcap, sinks_H=sinks_H)
+        weights_HL = attention_weights(scores_HL, scale=scale, softcap=softcap, sinks=sinks_H1)
         out_BHR[row] = weights_HL @ c_LC[:, :rank].float()
     return out_BHR
 
@@ -90,6 +103,7 @@ def _decode_padded(
     _, num_pages = block_tables_BM.shape
     page_tokens, size = c_pages_N1PC.shape[2:]
     length = num_pages * page_tokens
+    sinks_H1 = None if sinks_H is None else sinks_H.unsqueeze(1)
     position_L = torch.arange(length, device=q_BHC.device)
     at_once = max(1, _MOST_NUMBERS // (length * size))
     outs = []
@@ -103,31 +117,11 @@ def _decode_padded(
         # What lies behind a sequence's end is stale and may hold NaN, which a weight of 0 does not hide.
         c_BLC = c_BLC.view(-1, length, size).float().masked_fill(hidden_BL.unsqueeze(2), 0.0)
         scores_BHL = q_BHC[rows].float() @ c_BLC.transpose(1, 2)
-        weights_BHL = _softmax(
-            scores_BHL, scale=scale, softcap=softcap, sinks_H=sinks_H, hidden=hidden_BL.unsqueeze(1)
+        weights_BHL = attention_weights(
+            scores_BHL, scale=scale, softcap=softcap, sinks=sinks_H1, hidden=hidden_BL.unsqueeze(1)
         )
         outs.append((weights_BHL @ c_BLC[..., :rank]).to(q_BHC.dtype))
     return torch.cat(outs)
-
-
-def _softmax(
-    scores: torch.Tensor,
-    *,
-    scale: float,
-    softcap: float,
-    sinks_H: torch.Tensor | None,
-    hidden: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Weights from raw scores [..., H, L]."""
-    scores = scores * scale
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    if hidden is not None:
-        scores = scores.masked_fill(hidden, float("-inf"))
-    if sinks_H is None:
-        return torch.softmax(scores, dim=-1)
-    sinks = sinks_H.float().unsqueeze(-1).expand(*scores.shape[:-1], 1)
-    return torch.softmax(torch.cat([scores, sinks], dim=-1), dim=-1)[..., :-1]
 
 
 def mla_attention_extend(
@@ -142,10 +136,18 @@ def mla_attention_extend(
     softcap: float = 0.0,
     sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """A prefill chunk of one sequence, among latents or over expanded heads, whichever multiplies less.
+    """Causal attention of one sequence's last T tokens over the latents of all its `length` tokens.
 
-    A head is narrower than a latent (192 + 128 numbers against 576 + 512 in DeepSeek-V3), so that long
-    chunks are worth the expansion and short ones are not. Heads are expanded some at a time.
+    It runs among latents or over expanded heads, whichever multiplies less: a head is narrower than a
+    latent (192 + 128 numbers against 576 + 512 in DeepSeek-V3), so that long chunks are worth the expansion
+    and short ones are not. Heads are expanded some at a time.
+
+    Args:
+        q_THD, c_pages_N1PC, up_HUR: as in `mla_attention_decode`.
+        page_ids_M, length, scale, window, softcap, sinks_H: as in `paged_attention_extend`.
+
+    Returns:
+        [T, H, V] in q's dtype.
     """
     num_queries, num_heads, size_k = q_THD.shape
     rows, rank = up_HUR.shape[1:]

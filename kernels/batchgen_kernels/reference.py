@@ -7,6 +7,8 @@ textbook formula.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 
@@ -47,18 +49,42 @@ def attention(
     num_kv_heads, length, _ = k_KLD.shape
     group = num_heads // num_kv_heads
     q_KGTD = q_THD.float().permute(1, 0, 2).unflatten(0, (num_kv_heads, group))
-    scores_KGTL = q_KGTD @ k_KLD.float().unsqueeze(1).transpose(-1, -2) * scale
-    if softcap:
-        scores_KGTL = softcap * torch.tanh(scores_KGTL / softcap)
-    hidden_TL = ~_visible(num_queries, length, window, q_THD.device)
-    scores_KGTL = scores_KGTL.masked_fill(hidden_TL, float("-inf"))
-    if sinks_H is not None:
-        sinks_KGT1 = sinks_H.float().view(num_kv_heads, group, 1, 1).expand(-1, -1, num_queries, 1)
-        weights = torch.softmax(torch.cat([scores_KGTL, sinks_KGT1], dim=-1), dim=-1)[..., :-1]
-    else:
-        weights = torch.softmax(scores_KGTL, dim=-1)
-    out_KGTV = weights @ v_KLV.float().unsqueeze(1)
+    weights_KGTL = attention_weights(
+        q_KGTD @ k_KLD.float().unsqueeze(1).transpose(-1, -2),
+        scale=scale,
+        softcap=softcap,
+        sinks=None if sinks_H is None else sinks_H.view(num_kv_heads, group, 1, 1),
+        hidden=~_visible(num_queries, length, window, q_THD.device),
+    )
+    out_KGTV = weights_KGTL @ v_KLV.float().unsqueeze(1)
     return out_KGTV.flatten(0, 1).transpose(0, 1).to(q_THD.dtype)
+
+
+def attention_weights(
+    scores: torch.Tensor,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    hidden: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """What each key counts, from raw scores [..., L] in float32.
+
+    Args:
+        scores: products of queries and keys.
+        scale, softcap: as in `paged_attention_decode`.
+        sinks: logits that take part in the softmax and are left out of the result; spread over [..., 1].
+        hidden: true where a key may not be seen; spread over [..., L].
+    """
+    scores = scores * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    if hidden is not None:
+        scores = scores.masked_fill(hidden, float("-inf"))
+    if sinks is None:
+        return torch.softmax(scores, dim=-1)
+    sinks = sinks.float().expand(*scores.shape[:-1], 1)
+    return torch.softmax(torch.cat([scores, sinks], dim=-1), dim=-1)[..., :-1]
 
 
 def _visible(num_queries: int, length: int, window: int, device: torch.device) -> torch.Tensor:
@@ -82,13 +108,11 @@ def paged_attention_decode(
     sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One new token per sequence, sequence by sequence."""
-    page_tokens = k_pages_NKPD.shape[2]
     rows = []
-    for q_HD, table_M, length in zip(q_BHD, block_tables_BM, lengths_B.tolist(), strict=True):
-        page_ids = table_M[: -(-length // page_tokens)].long()
+    for q_1HD, page_ids, length in _sequences(q_BHD, block_tables_BM, lengths_B, k_pages_NKPD.shape[2]):
         rows.append(
             attention(
-                q_HD.unsqueeze(0),
+                q_1HD,
                 gather_pages(k_pages_NKPD, page_ids, length),
                 gather_pages(v_pages_NKPV, page_ids, length),
                 scale=scale,
@@ -98,6 +122,14 @@ def paged_attention_decode(
             )
         )
     return torch.cat(rows)
+
+
+def _sequences(
+    q_BHD: torch.Tensor, block_tables_BM: torch.Tensor, lengths_B: torch.Tensor, page_tokens: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
+    """Each decoding sequence's query [1, H, D], page ids (int64) and length."""
+    for row, length in enumerate(lengths_B.tolist()):
+        yield q_BHD[row : row + 1], block_tables_BM[row, : -(-length // page_tokens)].long(), length
 
 
 def paged_attention_extend(
@@ -176,13 +208,11 @@ def mla_attention_decode(
     sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One new token per sequence over latents: all heads are expanded, then attended to."""
-    page_tokens = c_pages_N1PC.shape[2]
     rows = []
-    for q_HD, table_M, length in zip(q_BHD, block_tables_BM, lengths_B.tolist(), strict=True):
-        page_ids = table_M[: -(-length // page_tokens)].long()
+    for q_1HD, page_ids, length in _sequences(q_BHD, block_tables_BM, lengths_B, c_pages_N1PC.shape[2]):
         rows.append(
             mla_attention_extend(
-                q_HD.unsqueeze(0),
+                q_1HD,
                 c_pages_N1PC,
                 up_HUR,
                 page_ids,
