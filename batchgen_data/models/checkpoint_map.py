@@ -247,3 +247,12 @@ def expert_modules(layer: nn.Module) -> list[tuple[str, nn.Module]]:
         for name, module in layer.named_modules()
         if hasattr(module, "is_transposed") and hasattr(module, "has_gate") and hasattr(module, "num_experts")
     ]
+
+
+def expert_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters, by name, of a module of `expert_modules` whose first dimension is the expert."""
+    return {
+        name: parameter
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.ndim >= 2 and parameter.shape[0] == num_experts(module)
+    }

@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from batchgen_data.models.checkpoint_map import expert_modules
+from batchgen_data.models.checkpoint_map import expert_modules, expert_parameters
 
 NAME = "batchgen"
 
@@ -58,12 +58,10 @@ def run_experts(
     return total_TH.to(hidden_TH.dtype)
 
 
-def install_experts(model: PreTrainedModel) -> bool:
-    """Make `model` use `run_experts`, if it has experts that go through the registry; say whether it has."""
-    if not expert_modules(model):
-        return False
-    model.set_experts_implementation(NAME)
-    return True
+def install_experts(model: PreTrainedModel) -> None:
+    """Make `model` use `run_experts`, if it has experts that go through the registry."""
+    if expert_modules(model):
+        model.set_experts_implementation(NAME)
 
 
 def install_source(experts: Any, source: ExpertSource) -> None:
@@ -72,11 +70,7 @@ def install_source(experts: Any, source: ExpertSource) -> None:
 
 
 def _resident(experts: Any, hit: list[int]) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
-    stacked = {
-        name: parameter
-        for name, parameter in experts.named_parameters(recurse=False)
-        if parameter.ndim >= 2 and parameter.shape[0] == experts.num_experts
-    }
+    stacked = expert_parameters(experts)
     for expert in hit:
         yield expert, {name: parameter[expert] for name, parameter in stacked.items()}
 

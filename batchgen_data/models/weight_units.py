@@ -14,6 +14,7 @@ from batchgen_data.models.checkpoint_map import (
     Piece,
     decoder_layers,
     expert_modules,
+    expert_parameters,
     expert_part,
     num_experts,
     whole_part,
@@ -121,10 +122,6 @@ class StreamableWeights:
 
 def _stacked(prefix: str, module: nn.Module, found: dict[str, Any]) -> dict[str, str]:
     """Expert parameters with one share per expert: name in the module, by name in the layer."""
-    own = {
-        f"{prefix}.{name}": name
-        for name, parameter in module.named_parameters(recurse=False)
-        if parameter.ndim >= 2 and parameter.shape[0] == num_experts(module)
-    }
+    own = {f"{prefix}.{name}": name for name in expert_parameters(module)}
     # The expert function needs all of an expert, so either all its parameters come one by one or none.
     return own if all(name in found for name in own) else {}
