@@ -73,12 +73,14 @@ class ChatFormat:
         except ValueError:  # what transformers raises when there is none, or no default among several
             return False
 
-    def render(self, tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str | list[int]:
+    def render(
+        self, tokenizer: Any, messages: Sequence[Mapping[str, Any]], control_names: Sequence[str] = ()
+    ) -> str | list[int]:
         """Return a conversation as the text that is to be tokenized without added special tokens.
 
-        One that names control tokens, where those are to stay text, comes back as token ids: in text the
-        template's own could not be told from them. A conversation that ends with an assistant message is
-        continued; if that message is blank, a new one is begun.
+        One that contains any of `control_names` comes back as token ids, those names encoded as text: in
+        the text they could not be told from the template's own. A conversation that ends with an assistant
+        message is continued; if that message is blank, a new one is begun.
 
         Raises:
             RowError: `chat_template_error`, with the template's own message if it refused in fixed words.
@@ -96,7 +98,7 @@ class ChatFormat:
             "continue_final_message": continues,
         }
         try:
-            if self.control_tokens == "text" and _names_control_token(conversation, tokenizer):
+            if _names_any(conversation, control_names):
                 with _ENCODING:
                     return tokenizer.apply_chat_template(
                         conversation,
@@ -134,6 +136,10 @@ class ChatFormat:
         string already, that one is kept and no second is added. Token ids and errors pass through.
         """
         has_template = self.is_available(tokenizer)
+        control_names: list[str] = []
+        if has_template and self.control_tokens == "text":
+            control_names = [str(token) for token in tokenizer.added_tokens_decoder.values()]
+            control_names = [name for name in control_names if not name.isspace()]
         results: list[list[int] | RowError] = []
         chats: dict[int, str] = {}
         texts: dict[int, str] = {}
@@ -152,7 +158,7 @@ class ChatFormat:
             else:
                 messages: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
                 try:
-                    rendered = self.render(tokenizer, messages)
+                    rendered = self.render(tokenizer, messages, control_names)
                 except RowError as error:
                     results[index] = error
                     continue
@@ -167,8 +173,7 @@ class ChatFormat:
         return results
 
 
-def _names_control_token(conversation: Sequence[Mapping[str, Any]], tokenizer: Any) -> bool:
-    names = [str(token) for token in tokenizer.added_tokens_decoder.values() if not str(token).isspace()]
+def _names_any(conversation: Sequence[Mapping[str, Any]], names: Sequence[str]) -> bool:
     return any(
         name in text
         for message in conversation
