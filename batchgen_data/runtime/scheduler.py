@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from bisect import insort
 from collections import deque
 from collections.abc import Mapping
 
@@ -20,6 +21,7 @@ from batchgen_data.errors import InternalError, RowError
 from batchgen_data.runtime.pages import PagePool
 from batchgen_data.runtime.sequence import Sequence, State
 from batchgen_data.runtime.step import Chunk, Counts, Limits, Step
+from batchgen_data.runtime.suspects import Suspects
 
 RESERVE_PAGES = 2
 # How far past sequences that wait for a page of the current pass to look for others.
@@ -39,7 +41,7 @@ class Scheduler:
         self._waiting: deque[Sequence] = deque()
         self._suspended: deque[Sequence] = deque()
         self._active: dict[int, Sequence] = {}
-        self._suspects: deque[Sequence] = deque()
+        self._suspects = Suspects()
         self._counts = Counts()
         self._steps_to_boundary = 0
         # Lowered when the device runs out of memory.
@@ -55,7 +57,7 @@ class Scheduler:
     @property
     def num_unfinished(self) -> int:
         """Sequences waiting, suspended or active."""
-        return len(self._waiting) + len(self._suspended) + len(self._active) + self._num_idle_suspects()
+        return len(self._waiting) + len(self._suspended) + len(self._active) + len(self._suspects.idle())
 
     def add(self, sequence: Sequence) -> bool:
         """Queue a new sequence; one that can never fit fails at once and False is returned."""
@@ -92,8 +94,7 @@ class Scheduler:
             self._waiting.remove(sequence)
         elif not sequence.suspect:
             self._suspended.remove(sequence)
-        if sequence.suspect:
-            self._suspects.remove(sequence)
+        self._suspects.clear(sequence)
         sequence.fail(error)
         sequence.state = State.FINISHED
 
@@ -101,7 +102,7 @@ class Scheduler:
         """Decide the next forward pass; None when every sequence is finished."""
         self._planned_names.clear()
         if self._suspects:
-            return self._plan_alone(self._suspects[0])
+            return self._plan_alone(self._suspects.oldest)
         if self._steps_to_boundary <= 0:
             self._extend()
         chunks = [
@@ -148,8 +149,7 @@ class Scheduler:
             if not chunk.samples:
                 self._name_pages(sequence)
                 continue
-            if sequence.suspect:
-                self._clear_suspect(sequence)
+            self._suspects.clear(sequence)
             result = results[sequence.seq_id]
             if isinstance(result, RowError):
                 sequence.fail(result)
@@ -158,7 +158,7 @@ class Scheduler:
                     self.pool.forget(page)
             else:
                 self._name_pages(sequence)
-                if not _accept(sequence, result):
+                if not sequence.accept(result):
                     continue
             self._finish(sequence)
             finished.append(sequence)
@@ -195,7 +195,7 @@ class Scheduler:
             **dataclasses.asdict(self._counts),
             "active": len(self._active),
             "waiting": len(self._waiting),
-            "suspended": len(self._suspended) + self._num_idle_suspects(),
+            "suspended": len(self._suspended) + len(self._suspects.idle()),
             "max_step_tokens": self._max_step_tokens,
             "max_sequences": self._max_sequences,
             "pages": self.limits.num_pages,
@@ -210,11 +210,10 @@ class Scheduler:
                 or an active sequence has fewer pages than tokens computed.
         """
         self.pool.check(sequence.pages for sequence in self._active.values())
-        idle_suspects = [sequence for sequence in self._suspects if sequence.state is not State.ACTIVE]
         for queue, state in (
             (self._waiting, State.WAITING),
             (self._suspended, State.SUSPENDED),
-            (idle_suspects, State.SUSPENDED),
+            (self._suspects.idle(), State.SUSPENDED),
         ):
             for sequence in queue:
                 if sequence.state is not state or sequence.pages or sequence.num_computed:
@@ -359,13 +358,9 @@ class Scheduler:
         sequence.state = State.SUSPENDED
         sequence.num_yields += 1
         self._counts.yields += 1
-        queue = self._suspects if sequence.suspect else self._suspended
-        if sequence not in queue:
+        if not sequence.suspect:
             # In order of arrival, before everything that waits.
-            position = next(
-                (i for i, other in enumerate(queue) if other.seq_id > sequence.seq_id), len(queue)
-            )
-            queue.insert(position, sequence)
+            insort(self._suspended, sequence, key=lambda other: other.seq_id)
 
     def _finish(self, sequence: Sequence) -> None:
         self._leave(sequence)
@@ -381,10 +376,6 @@ class Scheduler:
 
     # Isolation after a failed pass.
 
-    def _num_idle_suspects(self) -> int:
-        # A copy first: `statistics` is called from other threads.
-        return sum(1 for sequence in tuple(self._suspects) if sequence.state is not State.ACTIVE)
-
     def _plan_alone(self, suspect: Sequence) -> Step:
         """A pass with one suspect only; others keep their pages while there is room."""
         if suspect.state is not State.ACTIVE:
@@ -398,26 +389,10 @@ class Scheduler:
     def _chunk_failed(self, step: Step, sequence: Sequence, cause: str) -> bool:
         """An active sequence's part of a pass raised: fail it if it ran alone (True), else suspect it."""
         if len(step.chunks) > 1:
-            sequence.suspect = True
+            self._suspects.add(sequence)
             self._yield(sequence)
             return False
-        if sequence.suspect:
-            self._clear_suspect(sequence)
+        self._suspects.clear(sequence)
         sequence.fail(RowError("model_error", f"the forward pass raised for this row alone: {cause}"))
         self._finish(sequence)
-        return True
-
-    def _clear_suspect(self, sequence: Sequence) -> None:
-        sequence.suspect = False
-        self._suspects.remove(sequence)
-
-
-def _accept(sequence: Sequence, token_id: int) -> bool:
-    """Append a token; what raises on the way (decoding text for stop strings) is this row's own failure."""
-    try:
-        return sequence.accept(token_id)
-    except Exception as error:
-        sequence.fail(
-            RowError("decode_error", f"decoding the generated tokens raised {type(error).__name__}")
-        )
         return True

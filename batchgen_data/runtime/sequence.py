@@ -124,8 +124,20 @@ class Sequence:
         return names[:count]
 
     def accept(self, token_id: int) -> bool:
-        """Append a sampled token and say whether the sequence is finished by it."""
+        """Append a sampled token and say whether the sequence is finished by it.
+
+        What raises on the way (decoding text for stop strings) is this row's own failure.
+        """
         self.token_ids.append(token_id)
+        try:
+            return self._ends()
+        except Exception as error:
+            message = f"decoding the generated tokens raised {type(error).__name__}"
+            self.fail(RowError("decode_error", message))
+            return True
+
+    def _ends(self) -> bool:
+        token_id = self.token_ids[-1]
         if self.num_generated >= self.sampling.min_tokens and token_id in self.stop_ids:
             self.finish_reason = "stop"
             # As in vLLM: the model's own end token needs no reason.
