@@ -153,3 +153,54 @@ def test_pages_hold_latents_and_not_the_heads_they_expand_to(family: str, tmp_pa
     for shape in attention.install(model.eval()).values():
         assert shape.token_bytes == 4 * (config.kv_lora_rank + config.qk_rope_head_dim)
         assert 4 * shape.token_bytes < expanded_bytes
+
+
+@pytest.mark.parametrize("mode", ["yields", "weights streamed"])
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+def test_case_41_routers_choose_as_transformers_does_in_half_precision(
+    family: str, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_files, "_MOST_READ_BYTES", 32768)
+    folder = tiny_checkpoint(tmp_path, family)
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    with torch.no_grad():
+        for router in routers(reference):
+            # Neighbours' scores differ by less than bfloat16 can tell of numbers of their size.
+            router.weight[1::2] = router.weight[::2]
+            router.weight[1::2, 0] *= 1 + 2**-7
+    reference.save_pretrained(folder)
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    seen: dict[int, list[tuple[torch.Tensor, Any]]] = {}
+
+    def keep(module: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        if is_router(module):
+            seen.setdefault(id(module), []).append((inputs[0].clone(), output))
+
+    case = Case(family, folder, attention.install(reference), [], [])
+    chosen = options(mode, case) | {"dtype": "bfloat16"}
+    with LLM(str(folder), **chosen) as llm:
+        hook = torch.nn.modules.module.register_module_forward_hook(keep)
+        try:
+            llm.generate([[5 + i, 90 - i, 7 * i] for i in range(8)], SamplingParams(max_tokens=4))
+        finally:
+            hook.remove()
+    assert len(seen) == len(routers(reference)) > 0
+    gaps = []
+    with torch.inference_mode():
+        # Layers run in order, so that routers were first seen in theirs.
+        for router, calls in zip(routers(reference), seen.values(), strict=True):
+            for hidden, output in calls:
+                expected = router(hidden)
+                assert [part.dtype for part in output] == [part.dtype for part in expected]
+                assert all(torch.equal(*parts) for parts in zip(output, expected, strict=True))
+                scores = torch.nn.functional.linear(hidden.float(), router.weight.float())
+                gaps.append(torch.diff(scores.sort().values, dim=-1).min())
+    assert min(gaps) < 2**-8, "no two scores were close enough to be told apart by their precision"
+
+
+def is_router(module: torch.nn.Module) -> bool:
+    return type(module).__name__.lower().endswith("router")
+
+
+def routers(model: torch.nn.Module) -> list[Any]:
+    return [module for module in model.modules() if is_router(module)]

@@ -736,9 +736,9 @@ def test_encoding_costs_a_fraction_of_a_millisecond_per_row() -> None:
     table = pa.table({"p": [f"What is {i} plus {i}?" for i in range(1000)]})
     seconds = []
     for _ in range(3):
-        start = time.perf_counter()
+        start = time.process_time()  # of this process only: other work on the machine does not count
         encode(table, BOS_CHAT, sampling=HOT, template="Q: {{ p }}")
-        seconds.append(time.perf_counter() - start)
+        seconds.append(time.process_time() - start)
     assert min(seconds) < 0.3, f"{min(seconds):.3f} s for 1000 rows"
 
 
