@@ -246,7 +246,10 @@ def _preview(inputs: list[str], options: PreviewOptions) -> None:
     num_failed = 0
     for row in preview_rows(job):
         num_failed += row.finish_reason == "error"
-        console.rule(Text(row.location), align="left")
+        # A rule cuts a long title at its end, where the row is.
+        most = console.width - 4
+        location = row.location if len(row.location) <= most else "…" + row.location[1 - most :]
+        console.rule(Text(location), align="left")
         print_line(console, row.prompt if row.prompt is not None else "(no prompt)", style="dim")
         if row.text is not None:
             print_line(console, row.text, style="bold")

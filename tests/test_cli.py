@@ -482,6 +482,16 @@ def test_preview_shows_prompts_and_completions(
     assert "UNSEEN" not in printed
 
 
+def test_preview_names_the_row_even_where_the_path_is_long(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(preview_module, "_llm_class", lambda: FakeLLM)
+    folder = "a" * 100
+    write(f"{folder}/b.parquet", "one")
+    assert cli.main(["preview", folder, "-m", "org/model", "--prompt-column", "prompt"]) == 0
+    assert "aa/b.parquet:0" in capsys.readouterr().out
+
+
 def test_an_interrupted_preview_says_nothing_of_an_output(
     fake: Fake, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
