@@ -1,6 +1,6 @@
 # Each target sets up what it needs in .venv on first use; Python 3.11 or newer is all it takes.
 
-.PHONY: demo test check bench clean
+.PHONY: demo test check crash crash-long bench clean
 
 demo:            ## complete real text with a real model, Parquet to Parquet
 	@scripts/setup
@@ -11,6 +11,14 @@ test:            ## lint, types and the whole suite: what CI runs
 
 check:           ## lint and types only
 	@scripts/check
+
+crash:           ## kill a job 200 times at random and at every change on disk (about 4 minutes)
+	@scripts/setup
+	@.venv/bin/python tests/crash/bench.py --kills 200 --every-step
+
+crash-long:      ## the same with 2,000 random kills
+	@scripts/setup
+	@.venv/bin/python tests/crash/bench.py --kills 2000 --every-step
 
 bench:           ## the comparisons of docs/performance.md (about two hours on 2 cores)
 	@scripts/bench

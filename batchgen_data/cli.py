@@ -1,7 +1,8 @@
-"""The command line: ``batchgen run`` and ``batchgen preview``.
+"""The command line: ``batchgen run``, ``preview``, ``status`` and ``verify``.
 
 Exit codes: 0 every row is accounted for without an error (rows may be skipped), 3 finished with row errors,
-2 bad options or files, found before anything ran, 1 failed, 130 interrupted.
+4 more rows failed than allowed, 2 bad options or files, or an output of another job, found before anything
+ran, 1 failed (run again to go on), 130 interrupted (run again to go on).
 """
 
 from __future__ import annotations
@@ -21,12 +22,18 @@ from rich.text import Text
 
 from batchgen_data import __version__
 from batchgen_data.config import EngineConfig
-from batchgen_data.errors import BatchgenError, ConfigError, nearest
+from batchgen_data.errors import (
+    BatchgenError,
+    ConfigError,
+    ErrorBudgetExceeded,
+    ResumeMismatchError,
+    nearest,
+)
 from batchgen_data.job.check import CheckedJob, JobConfig, check_job
 from batchgen_data.job.summary import RunSummary
 from batchgen_data.sampling import SamplingParams
 
-EXIT_FAILED, EXIT_CONFIG, EXIT_ROW_ERRORS, EXIT_INTERRUPTED = 1, 2, 3, 130
+EXIT_FAILED, EXIT_CONFIG, EXIT_ROW_ERRORS, EXIT_BUDGET, EXIT_INTERRUPTED = 1, 2, 3, 4, 130
 
 # typer carries its own copy of click in some versions and uses the installed one in others.
 _UsageError: Any = typer.BadParameter.__mro__[1]
@@ -143,7 +150,10 @@ class SharedOptions:
 class RunOptions(SharedOptions):
     """Options of ``batchgen run``."""
 
-    output: Annotated[str, _option(_RUN, "Folder for the results, absent or empty.", "--output", "-o")]
+    output: Annotated[
+        str,
+        _option(_RUN, "Folder for the results: new, or of this job to go on.", "--output", "-o"),
+    ]
     limit: Annotated[int | None, _option(_RUN, "Take only the first rows of all inputs together.")] = None
     num_actors: Annotated[
         int | None, _option(_RUN, "Workers, each with the model; default: one per GPU or machine.")
@@ -151,6 +161,16 @@ class RunOptions(SharedOptions):
     num_gpus: Annotated[float | None, _option(_RUN, "GPUs per worker; default: 1 if there are any.")] = None
     batch_size: Annotated[int | None, _option(_RUN, "Rows of one call; default: 16 to 64.")] = None
     fail_fast: Annotated[bool, _option(_RUN, "Stop at the first row with an error.", "--fail-fast")] = False
+    max_failed_rows: Annotated[
+        str | None, _option(_RUN, "Stop when more rows failed: a number, or a share such as 5%.")
+    ] = None
+    retry_failed: Annotated[
+        bool, _option(_RUN, "Try rows again whose outcome is an error.", "--retry-failed")
+    ] = False
+    overwrite: Annotated[
+        bool,
+        _option(_RUN, "Replace other results in OUT once the new ones are complete.", "--overwrite"),
+    ] = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,7 +203,7 @@ def _command(options: type[SharedOptions]) -> Callable[[Callable[..., None]], Ca
             except KeyboardInterrupt as error:
                 # typer would end the process by itself, without a word.
                 writes = options is RunOptions
-                left = "; files that are in the output's data folder are complete" if writes else ""
+                left = "; finished rows are kept: run the same command to go on" if writes else ""
                 raise _Interrupted(f"interrupted{left}") from error
 
         parameters = [inspect.Parameter("inputs", inspect.Parameter.KEYWORD_ONLY, annotation=Inputs)]
@@ -216,22 +236,50 @@ def _root(
 
 @_command(RunOptions)
 def _run(inputs: list[str], options: RunOptions) -> None:
-    """Complete every row of IN and write one Parquet file per input file to OUT/data."""
+    """Complete every row of IN into Parquet files in OUT/data and OUT/errors; run again to go on."""
     from batchgen_data.job.progress import ProgressDisplay
     from batchgen_data.job.run import run_job
 
     errors = Console(stderr=True)
     config = _job_config(inputs, options)
 
-    def announce(job: CheckedJob) -> None:
-        _note_ignored(job, errors)
-        plural = "s" if len(job.files) > 1 else ""
-        print_line(errors, f"{job.num_rows} rows in {len(job.files)} file{plural}; starting the workers")
-
-    summary = run_job(config, display=ProgressDisplay(errors), on_checked=announce)
+    summary = run_job(
+        config,
+        display=ProgressDisplay(errors),
+        on_checked=lambda job: _note_ignored(job, errors),
+        on_opened=lambda output: print_line(errors, output.announcement),
+    )
     print_summary(Console(), summary, options.output)
     if summary.num_failed:
         raise typer.Exit(EXIT_ROW_ERRORS)
+
+
+_Output = Annotated[str, typer.Argument(metavar="OUT", help="The output folder of a run.")]
+
+
+@app.command("status")
+def _status(output: _Output) -> None:
+    """Show how far the job in OUT is: progress, failures, tokens."""
+    from batchgen_data.job.status import read_status
+
+    status = read_status(output.rstrip("/"))
+    console = Console()
+    for line in status.lines():
+        print_line(console, line)
+    print_summary(console, status.summary, output)
+
+
+@app.command("verify")
+def _verify(output: _Output) -> None:
+    """Read everything in OUT again: are all rows there, once, and undamaged?"""
+    from batchgen_data.job.verify import verify_output
+
+    report = verify_output(output.rstrip("/"))
+    console = Console()
+    for line in report.lines():
+        print_line(console, line)
+    if report.problems:
+        raise typer.Exit(EXIT_FAILED)
 
 
 @_command(PreviewOptions)
@@ -372,8 +420,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return code if isinstance(code, int) else 0
     except _UsageError as error:
         return _report(error, _usage_message(error), EXIT_CONFIG, arguments)
-    except ConfigError as error:
+    except (ConfigError, ResumeMismatchError) as error:
         return _report(error, str(error), EXIT_CONFIG, arguments)
+    except ErrorBudgetExceeded as error:
+        return _report(error, str(error), EXIT_BUDGET, arguments)
     except BatchgenError as error:
         return _report(error, str(error), EXIT_FAILED, arguments)
     except (_Interrupted, KeyboardInterrupt, typer.Abort) as error:

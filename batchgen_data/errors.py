@@ -6,7 +6,10 @@
     │   └─ UnsafeModelError        pickle weights, remote code, an escaping path
     ├─ JobError                    a run stopped; finished work is kept
     │   ├─ InputError              a file cannot be read: file, row group, cause
-    │   └─ CommitError             output cannot be written or published
+    │   ├─ ResumeMismatchError     the output belongs to another job: the fields that differ
+    │   ├─ JobLockedError          another run writes to the output
+    │   ├─ CommitError             output cannot be written or published
+    │   └─ ErrorBudgetExceeded     more rows failed than allowed
     ├─ RowError                    recorded in the row's outcome, never stops the job
     │   ├─ PromptError             the row has no usable prompt
     │   └─ PromptTooLongError      longer than the model's context; both lengths are named
@@ -46,8 +49,20 @@ class InputError(JobError):
     """An input file cannot be read; the message names the file, the place in it and the cause."""
 
 
+class ResumeMismatchError(JobError):
+    """The output was begun by a job with other settings; the message names the fields that differ."""
+
+
+class JobLockedError(JobError):
+    """Another run writes to the output, or took it over."""
+
+
 class CommitError(JobError):
     """Output cannot be written or published."""
+
+
+class ErrorBudgetExceeded(JobError):
+    """More rows failed than the job allows; what is finished is kept."""
 
 
 class DeviceError(BatchgenError):

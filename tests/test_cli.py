@@ -23,10 +23,10 @@ from batchgen_data.job import pipeline as pipeline_module
 from batchgen_data.job import preview as preview_module
 from batchgen_data.job.check import CheckedJob, JobConfig
 from batchgen_data.job.inputs import ROW_ID_COLUMN
-from batchgen_data.job.pipeline import Pipeline
+from batchgen_data.job.pipeline import Outcomes, Pipeline
 from batchgen_data.job.progress import Totals
-from batchgen_data.job.reader import RangeReader, plan_items
-from batchgen_data.job.store import OutputStore
+from batchgen_data.job.reader import RangeReader, WorkItem
+from batchgen_data.job.store import JobStore
 from batchgen_data.models.source import ModelSource
 from batchgen_data.prompts import PromptSpec
 from batchgen_data.sampling import SamplingParams
@@ -60,17 +60,19 @@ class Fake:
         self.totals: Callable[[], Totals] = lambda: Totals(generating_s=2.0)
 
     @contextmanager
-    def open_pipeline(self, job: CheckedJob, **_: Any) -> Iterator[Pipeline]:
+    def open_pipeline(
+        self, job: CheckedJob, cut: Callable[[int], list[WorkItem]], *, worker: dict[str, Any], **_: Any
+    ) -> Iterator[Pipeline]:
         self.jobs.append(job)
-        items = plan_items(job.files, job.rows_by_file, rows_per_item=2)
 
-        def tables() -> Iterator[pa.Table]:
+        def outcomes() -> Iterator[Outcomes]:
             reader = RangeReader(job.files)
-            for item in items:
+            for item in cut(2):
                 self.fail()
-                yield complete(reader.read(item), job).drop_columns([ROW_ID_COLUMN])
+                results = complete(reader.read(item), job).select(worker["result_names"])
+                yield Outcomes(item, results.replace_schema_metadata(None), is_kept=False)
 
-        yield Pipeline(items, tables(), json.dumps({"device": "fake"}), self.totals)
+        yield Pipeline(outcomes(), json.dumps({"device": "fake"}), self.totals)
 
 
 @pytest.fixture
@@ -105,11 +107,11 @@ def test_all_rows_ok(fake: Fake, capsys: pytest.CaptureFixture[str]) -> None:
     assert "12 prompt tokens, 8 generated tokens, 4.0 generated tokens/s" in printed.out
     assert "results: out/data" in printed.out
     assert "4 rows in 2 files" in printed.err
-    table = pq.read_table("out/data/a.parquet")
+    table = pq.read_table("out/data/a-00000.parquet")
     assert table.column("generated_text").to_pylist() == ["ONE", "TWO", "THREE"]
     assert table.column("n").to_pylist() == [1, 2, 3]
     assert ROW_ID_COLUMN not in table.column_names
-    assert sorted(p.name for p in Path("out/_batchgen").iterdir()) == ["run.json"]
+    assert sorted(p.name for p in Path("out/_batchgen").iterdir()) == ["job", "leases", "owners", "run.json"]
 
 
 def test_files_have_one_schema_whatever_their_rows_did(fake: Fake) -> None:
@@ -117,8 +119,10 @@ def test_files_have_one_schema_whatever_their_rows_did(fake: Fake) -> None:
     write("in/a.parquet", "fine")
     write("in/b.parquet", "too long")
     assert cli.main(["run", "in", *RUN]) == 3
-    first, second = (pq.read_schema(f"out/data/{name}.parquet") for name in "ab")
+    names = ("data/a", "data/b", "errors/b")
+    first, second, third = (pq.read_schema(f"out/{name}-00000.parquet") for name in names)
     assert first.equals(second)
+    assert first.equals(third)
     assert first.field("error_message").type == pa.string()
 
 
@@ -138,10 +142,10 @@ def test_fail_fast_stops_with_the_rows_location(fake: Fake, capsys: pytest.Captu
     write("in/b.parquet", "one", "two", "three", "too long", "five")
     assert cli.main(["run", "in", *RUN, "--fail-fast"]) == 1
     assert re.search(
-        r"^error: row \S*in/b\.parquet:3 failed \(prompt_too_long\): 70 of 64$", capsys.readouterr().err, re.M
+        r"^error: row \S*in/b\.parquet:3 failed \(prompt_too_long\): 70 of 64;", capsys.readouterr().err, re.M
     )
-    # The first file was complete; of the second nothing is left.
-    assert sorted(p.name for p in Path("out").rglob("*.*")) == ["a.parquet", "run.json"]
+    # The first file was complete; of the second nothing is visible.
+    assert sorted(p.name for p in Path("out").rglob("*.parquet")) == ["a-00000.parquet"]
     assert json.loads(Path("out/_batchgen/run.json").read_text())["status"] == "failed"
 
 
@@ -150,23 +154,23 @@ def test_limit_takes_the_first_rows(fake: Fake) -> None:
     write("in/b.parquet", "four", "five")
     write("in/c.parquet", "six")
     assert cli.main(["run", "in", *RUN, "--limit", "4"]) == 0
-    assert sorted(p.name for p in Path("out/data").iterdir()) == ["a.parquet", "b.parquet"]
-    assert pq.read_table("out/data/b.parquet").column("prompt").to_pylist() == ["four"]
+    assert sorted(p.name for p in Path("out/data").iterdir()) == ["a-00000.parquet", "b-00000.parquet"]
+    assert pq.read_table("out/data/b-00000.parquet").column("prompt").to_pylist() == ["four"]
 
 
 def test_json_lines_and_csv_in_parquet_out(fake: Fake) -> None:
     Path("a.jsonl").write_text('{"prompt": "one", "id": "007"}\n{"prompt": "two"}\n')
     Path("b.csv").write_text('prompt,id\n"three, four",7\n')
     assert cli.main(["run", "a.jsonl", "b.csv", *RUN]) == 0
-    assert pq.read_table("out/data/a.parquet").column("id").to_pylist() == ["007", None]
-    assert pq.read_table("out/data/b.parquet").column("generated_text").to_pylist() == ["THREE, FOUR"]
+    assert pq.read_table("out/data/a-00000.parquet").column("id").to_pylist() == ["007", None]
+    assert pq.read_table("out/data/b-00000.parquet").column("generated_text").to_pylist() == ["THREE, FOUR"]
 
 
 def test_no_rows_need_no_workers(fake: Fake) -> None:
     write("a.parquet")
     assert cli.main(["run", "a.parquet", *RUN]) == 0
     assert fake.jobs == []
-    table = pq.read_table("out/data/a.parquet")
+    table = pq.read_table("out/data/a-00000.parquet")
     assert (table.num_rows, table.column_names[:2]) == (0, ["prompt", "generated_text"])
 
 
@@ -179,7 +183,9 @@ def test_the_record_says_what_ran(fake: Fake) -> None:
     assert record["settings"]["sampling"] == {"temperature": 0.5, "stop": ["x", "y"], "seed": 3}
     assert record["settings"]["engine"] == {"kv_memory": "1GiB"}
     assert record["worker"] == {"device": "fake"}
-    assert record["files"] == [{"input": "a.parquet", "output": "data/a.parquet", "rows": 2}]
+    assert record["files"] == [
+        {"input": "a.parquet", "first_row": 0, "output": "data/a-00000.parquet", "rows": 2}
+    ]
     assert record["counts"]["rows"] == 2
     assert set(record["versions"]) >= {"python", "torch", "ray", "pyarrow"}
 
@@ -198,7 +204,7 @@ def test_options_reach_the_stage(fake: Fake) -> None:
     options += ["--tokenizer", "org/other"]
     options += ["--logit-bias", '{"5": -1}', "--stop-token-id", "4", "--ignore-eos", "--output-prefix", "r_"]
     assert cli.main(["run", "a.parquet", *RUN, *options]) == 0
-    assert pq.read_table("out/data/a.parquet").column("r_generated_tokens").to_pylist() == [[1, 2]]
+    assert pq.read_table("out/data/a-00000.parquet").column("r_generated_tokens").to_pylist() == [[1, 2]]
     (job,) = fake.jobs
     assert job.options["sampling"] == SamplingParams(
         temperature=0.7,
@@ -330,7 +336,24 @@ def test_what_stops_a_run_sets_the_code_and_leaves_no_half_file(
     assert cli.main(["run", "a.parquet", *RUN]) == code
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith(message)
+    assert list(Path("out").rglob("*.parquet")) == []
+    fake.fail = lambda: None
+    assert cli.main(["run", "a.parquet", *RUN]) == 0
+    assert "6 rows in 1 file, 2 of them done before" in capsys.readouterr().err
+    assert cli.main(["verify", "out"]) == 0
+
+
+def test_what_stops_a_run_before_its_first_row_leaves_nothing(fake: Fake) -> None:
+    def fail() -> None:
+        raise ConfigError("the model needs a chat template")
+
+    fake.fail = fail
+    write("a.parquet", "x")
+    assert cli.main(["run", "a.parquet", *RUN]) == 2
     assert not Path("out").exists()
+    Path("out").mkdir()
+    assert cli.main(["run", "a.parquet", *RUN]) == 2
+    assert list(Path("out").iterdir()) == []
 
 
 def test_a_finished_run_is_not_failed_by_a_question_about_its_speed(
@@ -350,7 +373,7 @@ def test_a_finished_run_is_not_failed_by_a_question_about_its_speed(
 @pytest.mark.parametrize(
     "error, code, message",
     [
-        (KeyboardInterrupt(), 130, "error: interrupted; files that are"),
+        (KeyboardInterrupt(), 130, "error: interrupted; finished rows are kept"),
         (InputError("b.parquet is damaged"), 1, "error: b.parquet is damaged"),
         (None, 1, "error: output out: run.json cannot be written"),
     ],
@@ -366,19 +389,19 @@ def test_a_record_that_cannot_be_written_hides_no_earlier_error_and_leaves_no_st
     write("in/a.parquet", "one")
     write("in/b.parquet", "two")
 
-    def refuse(self: OutputStore, record: object) -> None:
+    def refuse(self: JobStore, path: str, content: bytes) -> None:
         raise CommitError("output out: run.json cannot be written: disk full")
 
     def fail() -> None:
-        if error is not None and Path("out/data/a.parquet").exists():
+        if error is not None and Path("out/data/a-00000.parquet").exists():
             raise error
 
-    monkeypatch.setattr(OutputStore, "write_record", refuse)
+    monkeypatch.setattr(JobStore, "replace_report", refuse)
     fake.fail = fail
     assert cli.main(["run", "in", *RUN]) == code
     assert capsys.readouterr().err.splitlines()[-1].startswith(message)
-    assert not Path("out/_batchgen/staging").exists()
-    assert Path("out/data/a.parquet").exists()
+    assert list(Path("out/_batchgen/owners").iterdir()) == []
+    assert Path("out/data/a-00000.parquet").exists()
 
 
 @pytest.mark.parametrize(
@@ -527,6 +550,7 @@ def test_option_names_are_frozen() -> None:
         *("max_sequences", "max_step_tokens", "max_context_tokens", "format", "generated_tokens"),
         *("output_prefix", "debug", "output", "limit", "num_actors", "num_gpus", "batch_size", "fail_fast"),
         *("num_rows", "chat_template_kwargs", "control_tokens"),
+        *("max_failed_rows", "retry_failed", "overwrite"),
         *("weights_memory", "kv_residence", "host_memory", "host_path", "attention_sub_batch"),
     }
     assert set(SamplingParams.__dataclass_fields__) <= names

@@ -11,8 +11,9 @@ import pyarrow as pa
 
 from batchgen_data.config import EngineConfig
 from batchgen_data.errors import ConfigError
+from batchgen_data.job.budget import check_budget
 from batchgen_data.job.inputs import ROW_ID_COLUMN, InputFile, InputFormat, resolve_inputs
-from batchgen_data.job.store import check_writable
+from batchgen_data.job.parts import check_writable
 from batchgen_data.models.source import pinned, resolve_source
 from batchgen_data.prompts import PromptSpec
 from batchgen_data.sampling import SamplingParams
@@ -26,7 +27,8 @@ class JobConfig:
     Attributes:
         inputs: Files, folders, globs; local paths or fsspec URLs.
         model: Model folder, hub id or GGUF file.
-        output: Folder for the results, absent or empty. None where nothing is written (preview).
+        output: Folder for the results: absent, empty, or of an earlier run of this job, which then goes on.
+            None where nothing is written (preview).
         prompt_column, messages_column, prompt, system, sampling_column, apply_chat_template,
             chat_template_kwargs, control_tokens, on_null: Where prompts come from; see `PromptSpec`
             (`prompt` is the template).
@@ -42,6 +44,9 @@ class JobConfig:
         generated_tokens: Also write the generated token ids.
         output_prefix: Put before the names of the result columns.
         fail_fast: Stop at the first row with an error.
+        max_failed_rows: Stop when more rows failed: a number, or a share of all rows such as "5%".
+        retry_failed: Try rows again whose outcome is an error.
+        overwrite: Replace what is in the output, once the new results are complete.
         engine: Options of `EngineConfig`.
     """
 
@@ -68,6 +73,9 @@ class JobConfig:
     generated_tokens: bool = False
     output_prefix: str = ""
     fail_fast: bool = False
+    max_failed_rows: str | None = None
+    retry_failed: bool = False
+    overwrite: bool = False
     engine: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -80,6 +88,7 @@ class JobConfig:
         is_number = isinstance(gpus, int | float) and not isinstance(gpus, bool)
         if gpus is not None and not (is_number and 0 <= gpus < math.inf):
             raise ConfigError(f"num_gpus must be a number of at least 0, not {gpus!r}")
+        check_budget(self.max_failed_rows)
         if self.format not in (None, "parquet", "jsonl", "csv"):
             raise ConfigError(f"format {self.format!r} is unknown; choose parquet, jsonl or csv")
 

@@ -43,7 +43,8 @@ _FORMATS: dict[str, InputFormat] = {
     ".csv": "csv",
 }
 _GLOB_MARK = re.compile(r"[*?\[]")
-_MAX_STEM_BYTES = 240
+# A shard's number and a suffix are added, and file systems take 255 bytes.
+_MAX_STEM_BYTES = 220
 _COMPRESSED = (".gz", ".bz2", ".zst", ".xz", ".zip")
 
 

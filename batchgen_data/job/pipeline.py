@@ -1,12 +1,12 @@
-"""The job as a Ray Data pipeline: ranges of rows in, completed tables out, in order."""
+"""The job as a Ray Data pipeline: ranges of rows in, their outcomes out, in the order they finish."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import ray
@@ -15,10 +15,12 @@ import ray.data
 from batchgen_data.config import EngineConfig, calls_in_flight
 from batchgen_data.errors import InternalError, JobError
 from batchgen_data.job.check import CheckedJob
+from batchgen_data.job.journal import from_ipc
 from batchgen_data.job.progress import ProgressDisplay, ReportToActor, Totals, start_counter
-from batchgen_data.job.reader import WorkItem, plan_items
-from batchgen_data.job.session import ray_session, sigterm_interrupts
-from batchgen_data.job.stage import ITEM_SCHEMA, JobStage, decode_failure, from_ipc
+from batchgen_data.job.reader import WorkItem
+from batchgen_data.job.session import ray_session
+from batchgen_data.job.signals import sigterm_interrupts
+from batchgen_data.job.stage import ITEM_SCHEMA, JobStage, decode_failure
 from batchgen_data.pool import plan_pool
 
 # Ranges of 16 to 64 rows: small enough that every call has work and a crash repeats little, large enough
@@ -30,19 +32,25 @@ _MAX_ITEMS = 20_000
 _MAX_WORKER_RESTARTS = 3
 
 
+class Outcomes(NamedTuple):
+    """A range of rows with its result columns, and whether the worker put them into the journal."""
+
+    item: WorkItem
+    results: pa.Table
+    is_kept: bool
+
+
 @dataclass(slots=True)
 class Pipeline:
     """A running pipeline.
 
     Attributes:
-        items: The ranges of rows, in input order.
-        tables: The completed table of each, in the same order.
-        worker_record: What a worker resolved when it loaded its model; known after the first table.
+        outcomes: The outcomes of each range, as they come.
+        worker_record: What a worker resolved when it loaded its model; known after the first outcomes.
         totals: Asks for the workers' counts.
     """
 
-    items: list[WorkItem]
-    tables: Iterator[pa.Table]
+    outcomes: Iterator[Outcomes]
     worker_record: str | None = None
     totals: Callable[[], Totals] = field(default=Totals)
 
@@ -50,24 +58,30 @@ class Pipeline:
 @contextmanager
 def open_pipeline(
     job: CheckedJob,
+    cut: Callable[[int], list[WorkItem]],
     *,
+    num_rows: int,
+    worker: Mapping[str, Any],
     display: ProgressDisplay | None = None,
     stage_class: Callable[..., Any] | None = None,
 ) -> Iterator[Pipeline]:
-    """Start a job's workers for the block; the tables come as they are asked for.
+    """Start a job's workers for the block; outcomes come as they are asked for.
 
     Iterating raises what failed in a worker: ConfigError, JobError and its kinds, DeviceError.
 
     Args:
-        job: The checked job, with at least one row.
+        job: The checked job.
+        cut: Returns what is to be done, in ranges of at most so many rows.
+        num_rows: Rows to be done, at least one.
+        worker: Keyword arguments of `RangeWorker`.
         display: Shows progress while the block runs.
         stage_class: Takes the place of `BatchGenLLM` in tests.
     """
     with ray_session(), sigterm_interrupts():
         engine = EngineConfig.from_options(job.config.engine)
         pool = plan_pool(engine, num_actors=job.config.num_actors, num_gpus=job.config.num_gpus)
-        rows_per_item = job.config.batch_size or _rows_per_item(job.num_rows, pool.num_actors)
-        items = plan_items(job.files, job.rows_by_file, rows_per_item=rows_per_item)
+        rows_per_item = job.config.batch_size or _rows_per_item(num_rows, pool.num_actors)
+        items = cut(rows_per_item)
         counter = start_counter()
         options = {
             **job.options,
@@ -83,23 +97,25 @@ def open_pipeline(
                 "options": options,
                 "counter": counter,
                 "max_starts": pool.num_actors + _MAX_WORKER_RESTARTS,
+                "worker": worker,
                 "stage_class": stage_class,
             },
             batch_size=None,
             batch_format="pyarrow",
             **pool.map_arguments(calls_in_flight(engine.max_sequences, rows_per_item)),
         )
-        dataset.context.execution_options.preserve_order = True
-        pipeline = Pipeline(items, iter(()), totals=lambda: ray.get(counter.totals.remote(), timeout=5))
-        watching = nullcontext() if display is None else display.watch(pipeline.totals, job.num_rows)
+        # Not in order: one long row would hold back whatever finished after it.
+        dataset.context.execution_options.preserve_order = False
+        pipeline = Pipeline(iter(()), totals=lambda: ray.get(counter.totals.remote(), timeout=5))
+        watching = nullcontext() if display is None else display.watch(pipeline.totals, num_rows)
         # Closed before the session: Ray Data's iterators start a new session when they outlive theirs.
-        with closing(_tables(dataset, pipeline)) as tables, watching:
-            pipeline.tables = tables
+        with closing(_outcomes(dataset, items, pipeline)) as outcomes, watching:
+            pipeline.outcomes = outcomes
             yield pipeline
 
 
-def _tables(dataset: Any, pipeline: Pipeline) -> Generator[pa.Table, None, None]:
-    expected_idx = 0
+def _outcomes(dataset: Any, items: Sequence[WorkItem], pipeline: Pipeline) -> Generator[Outcomes, None, None]:
+    waiting = set(range(len(items)))
     try:
         for table in dataset.iter_batches(batch_size=None, batch_format="pyarrow"):
             for row in range(table.num_rows):
@@ -107,16 +123,17 @@ def _tables(dataset: Any, pipeline: Pipeline) -> Generator[pa.Table, None, None]
                 if failure is not None:
                     raise decode_failure(failure)
                 item_idx = table.column("item_idx")[row].as_py()
-                if item_idx != expected_idx:
-                    raise InternalError(f"range {item_idx} came back in place of {expected_idx}")
-                expected_idx += 1
+                if item_idx not in waiting:
+                    raise InternalError(f"range {item_idx} came back twice")
+                waiting.remove(item_idx)
                 if pipeline.worker_record is None:
                     pipeline.worker_record = table.column("worker_record")[row].as_py()
-                yield from_ipc(table.column("rows_ipc")[row])
+                results = from_ipc(table.column("results_ipc")[row].as_buffer())
+                yield Outcomes(items[item_idx], results, table.column("is_kept")[row].as_py())
     except ray.exceptions.RayError as error:
         raise JobError(f"Ray stopped the job: {str(error).strip().splitlines()[-1]}") from error
-    if expected_idx != len(pipeline.items):
-        raise InternalError(f"{expected_idx} ranges came back of {len(pipeline.items)}")
+    if waiting:
+        raise InternalError(f"{len(waiting)} ranges of {len(items)} never came back")
 
 
 def _item_table(item_idx: int, item: WorkItem) -> pa.Table:

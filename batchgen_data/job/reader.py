@@ -25,11 +25,17 @@ _WINDOW_ROWS = 4096
 
 
 class WorkItem(NamedTuple):
-    """A range of rows of one file: what one call of the stage completes."""
+    """A range of rows of one file: what one call of the stage completes.
+
+    The shard it belongs to, and the round of that shard (0, or how often failed rows are tried again), name
+    the journal that its results go to.
+    """
 
     file_idx: int
     first_row: int
     num_rows: int
+    shard_idx: int = 0
+    round_idx: int = 0
 
 
 def plan_items(

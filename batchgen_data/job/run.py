@@ -1,4 +1,4 @@
-"""Runs a job: completed tables from the pipeline, in order, into one published file per input file."""
+"""Runs a job: opens its output, completes what is missing through the pipeline, publishes shard by shard."""
 
 from __future__ import annotations
 
@@ -6,25 +6,26 @@ import importlib.metadata
 import json
 import platform
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from contextlib import closing, suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-import pyarrow as pa
-
-from batchgen_data.errors import ConfigError, InternalError, JobError
-from batchgen_data.job.check import CheckedJob, JobConfig, check_job, output_schema
+from batchgen_data.errors import ConfigError, InternalError
+from batchgen_data.job.budget import ErrorBudget
+from batchgen_data.job.check import CheckedJob, JobConfig, check_job
 from batchgen_data.job.filesystem import without_credentials
-from batchgen_data.job.reader import WorkItem
-from batchgen_data.job.store import OutputStore
+from batchgen_data.job.journal import JournalWriter
+from batchgen_data.job.output import OpenOutput, check_output, has_outcomes, open_output
+from batchgen_data.job.signals import signals_ignored, sigterm_interrupts
 from batchgen_data.job.summary import RunSummary
+from batchgen_data.schema import result_fields
 
 if TYPE_CHECKING:
     from batchgen_data.job.progress import ProgressDisplay
 
-RECORD_FORMAT = 1
+REPORT_FORMAT = 2
 _PACKAGES = ("batchgen-data", "torch", "transformers", "ray", "pyarrow")
 
 
@@ -33,8 +34,10 @@ class _Run:
     """What a run has done so far."""
 
     started_at: datetime
-    summary: RunSummary = field(default_factory=RunSummary)
-    published: list[dict[str, Any]] = field(default_factory=list)
+    begin_s: float
+    generating_s: float = 0.0
+    tokens_before: int = 0
+    rows_before: int = 0
     worker_record: str | None = None
 
 
@@ -43,109 +46,135 @@ def run_job(
     *,
     display: ProgressDisplay | None = None,
     on_checked: Callable[[CheckedJob], None] | None = None,
+    on_opened: Callable[[OpenOutput], None] | None = None,
     stage_class: Callable[..., Any] | None = None,
 ) -> RunSummary:
-    """Run a job to its end and publish its files.
+    """Run a job, or what is missing of it, to its end.
 
-    Uses the Ray session that is initialised or that RAY_ADDRESS names; without one, starts its own and
-    stops it at the end. Ctrl-C and SIGTERM stop the run: files already complete stay, nothing half is left.
+    The same job on the same output goes on where it stopped, and does nothing when it is finished. Uses the
+    Ray session that is initialised or that RAY_ADDRESS names; without one, starts its own and stops it at
+    the end. Ctrl-C and SIGTERM stop the run: finished rows are kept.
 
     Args:
         config: The job, with an output.
         display: Shows progress.
-        on_checked: Called when all checks passed, before Ray starts.
+        on_checked: Called when all checks passed, before anything is written.
+        on_opened: Called when the output is open, before Ray starts.
         stage_class: Takes the place of `BatchGenLLM` in tests.
 
     Returns:
-        Counts and times.
+        Counts of all rows of the job, and times of this run.
 
     Raises:
         ConfigError: Something about the job cannot work; see `check_job`.
+        ResumeMismatchError: The output belongs to a job with other settings.
+        JobLockedError: Another run is writing to the output, or took it over.
+        ErrorBudgetExceeded: More rows failed than `max_failed_rows` allows.
         JobError: The run stopped: an input or output failed, a worker failed, or, with `fail_fast`, a row.
         KeyboardInterrupt: The run was interrupted.
     """
     if config.output is None:
         raise ConfigError("the job has no output; name a folder")
-    store = OutputStore(config.output)
+    path = check_output(config.output)
     job = check_job(config)
     if on_checked is not None:
         on_checked(job)
-    # Late, as in the functions below: Ray takes seconds to import and the checks do not need it.
-    from batchgen_data.job.session import sigterm_interrupts
-
-    run = _Run(datetime.now(UTC))
-    begin_s = time.monotonic()
-    with sigterm_interrupts():
-        store.prepare()
+    run = _Run(datetime.now(UTC), time.monotonic())
+    with (
+        sigterm_interrupts(),
+        open_output(path, job, overwrite=config.overwrite, retry_failed=config.retry_failed) as output,
+    ):
+        if on_opened is not None:
+            on_opened(output)
         try:
-            _complete_files(job, store, run, display, stage_class)
+            _complete_rows(job, output, run, display, stage_class)
+            output.put_in_place()
         except BaseException as error:
             status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
             try:
-                _finish(job, store, run, status, begin_s)
+                _report(job, output, run, status)
             except Exception as second:
                 # What stopped the run is what to tell, and an interrupt must stay one.
                 error.add_note(f"Afterwards: {second}")
             raise
-        _finish(job, store, run, "finished", begin_s)
-    return run.summary
+        return _report(job, output, run, "finished")
 
 
-def _finish(job: CheckedJob, store: OutputStore, run: _Run, status: str, begin_s: float) -> None:
-    from batchgen_data.job.session import signals_ignored
-
-    run.summary.elapsed_s = time.monotonic() - begin_s
-    with signals_ignored():
-        try:
-            if run.published:
-                store.write_record(_record(job, run, status))
-        finally:
-            store.close()
-
-
-def _complete_files(
+def _complete_rows(
     job: CheckedJob,
-    store: OutputStore,
+    output: OpenOutput,
     run: _Run,
     display: ProgressDisplay | None,
     stage_class: Callable[..., Any] | None,
 ) -> None:
-    config = job.config
-    with ExitStack() as stack:
-        completed: Iterator[tuple[WorkItem, pa.Table]] = iter(())
-        pipeline = None
-        if job.num_rows:
-            from batchgen_data.job.pipeline import open_pipeline
+    config, ledger = job.config, output.ledger
+    run.tokens_before, run.rows_before = ledger.counted.generated_tokens, ledger.counted.num_rows
+    budget = ErrorBudget.of(config.max_failed_rows, job.num_rows, fail_fast=config.fail_fast)
+    budget.check(ledger.counted)
+    if ledger.num_missing:
+        # Late: Ray takes seconds to import, and a finished job does not need it.
+        from batchgen_data.job.pipeline import open_pipeline
 
-            pipeline = stack.enter_context(open_pipeline(job, display=display, stage_class=stage_class))
-            completed = zip(pipeline.items, pipeline.tables, strict=True)
-        for file, num_rows in zip(job.files, job.rows_by_file, strict=True):
-            with store.open_part(file.output_name, output_schema(file, config)) as part:
-                while part.num_rows < num_rows:
-                    item, table = next(completed)
-                    if table.num_rows != item.num_rows:
-                        raise InternalError(
-                            f"{file.name}: {table.num_rows} rows came back of {item.num_rows}"
-                        )
-                    run.summary.add(
-                        table, file_name=file.name, first_row=item.first_row, prefix=config.output_prefix
-                    )
-                    if config.fail_fast and run.summary.failures:
-                        code, cause = next(iter(run.summary.failures.items()))
-                        raise JobError(f"row {cause.location} failed ({code}): {cause.message}")
-                    part.write(table)
-            run.published.append(
-                {"input": file.name, "output": f"data/{file.output_name}", "rows": part.num_rows}
-            )
-        if pipeline is not None:
-            next(completed, None)  # runs the pipeline's own check that nothing is left
-            run.worker_record = pipeline.worker_record
+        fields = result_fields(generated_tokens=config.generated_tokens, prefix=config.output_prefix)
+        worker = {
+            "journal_folder": output.store.places.journal,
+            "generation": output.lease.generation,
+            "result_names": [column.name for column in fields],
+        }
+        journal = JournalWriter(output.store.places.journal, output.lease.generation, output.files)
+        with (
+            closing(journal),
+            open_pipeline(
+                job,
+                ledger.items,
+                num_rows=ledger.num_missing,
+                worker=worker,
+                display=display,
+                stage_class=stage_class,
+            ) as pipeline,
+        ):
+            for item, results, is_kept in pipeline.outcomes:
+                run.worker_record = run.worker_record or pipeline.worker_record
+                if not is_kept:
+                    journal.outcomes(item, results)
+                ledger.add(item, results)
+                budget.check(ledger.counted)
             # The files are published: no answer to this question is a reason to fail.
             with suppress(Exception):
-                run.summary.generating_s = pipeline.totals().generating_s
+                run.generating_s = pipeline.totals().generating_s
+    if not output.is_complete:
+        raise InternalError(f"{ledger.num_missing} rows have no outcome at the end of the run")
 
 
-def _record(job: CheckedJob, run: _Run, status: str) -> dict[str, Any]:
+def _report(job: CheckedJob, output: OpenOutput, run: _Run, status: str) -> RunSummary:
+    """Write the report of the run, if there is anything to tell, and return its counts.
+
+    Those of a finished run come from the published files.
+    """
+    counted = output.ledger.counted
+    summary = RunSummary()
+    if status == "finished":
+        for state in output.states.values():
+            summary.add_summary(state.summary)
+    else:
+        summary.add_summary(counted)
+    summary.elapsed_s = time.monotonic() - run.begin_s
+    summary.generating_s = run.generating_s
+    summary.run_tokens = counted.generated_tokens - run.tokens_before
+    summary.run_rows = counted.num_rows - run.rows_before
+    places = output.store.places
+    # A finished job that is run again has nothing to add to the report of the run that finished it.
+    is_news = status != "finished" or summary.run_rows or not output.files.exists(places.report)
+    if is_news and has_outcomes(places, output.files):
+        content = json.dumps(_record(job, output, run, status, summary), indent=2, default=str)
+        with signals_ignored():
+            output.store.replace_report(places.report, content.encode() + b"\n")
+    return summary
+
+
+def _record(
+    job: CheckedJob, output: OpenOutput, run: _Run, status: str, summary: RunSummary
+) -> dict[str, Any]:
     config = job.config
     settings = {
         name: getattr(config, name)
@@ -153,8 +182,9 @@ def _record(job: CheckedJob, run: _Run, status: str) -> dict[str, Any]:
         if name not in ("inputs", "output")
     }
     return {
-        "format": RECORD_FORMAT,
+        "format": REPORT_FORMAT,
         "status": status,
+        "generation": output.lease.generation,
         "started_at": run.started_at.isoformat(timespec="seconds"),
         "settings": {
             "inputs": [without_credentials(source) for source in config.inputs],
@@ -168,8 +198,18 @@ def _record(job: CheckedJob, run: _Run, status: str) -> dict[str, Any]:
             "python": platform.python_version(),
             **{name: _version(name) for name in _PACKAGES},
         },
-        "counts": run.summary.to_dict(),
-        "files": run.published,
+        "counts": summary.to_dict(),
+        "files": [
+            {
+                "input": job.files[shard.file_idx].name,
+                "first_row": shard.first_row,
+                "output": part.path,
+                "rows": part.num_rows,
+            }
+            for shard in output.shards
+            if shard.idx in output.states
+            for part in output.states[shard.idx].parts
+        ],
     }
 
 

@@ -1,11 +1,9 @@
-"""A quiet Ray session for one run, and signals that end the run in order."""
+"""A quiet Ray session for one run."""
 
 from __future__ import annotations
 
 import logging
 import os
-import signal
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +14,7 @@ import ray.data
 
 from batchgen_data.errors import JobError
 from batchgen_data.job.filesystem import without_credentials
+from batchgen_data.job.signals import signals_ignored
 
 
 @contextmanager
@@ -39,36 +38,6 @@ def ray_session() -> Iterator[None]:
             with signals_ignored():
                 ray.shutdown()
             _print_error_messages(True)
-
-
-@contextmanager
-def sigterm_interrupts() -> Iterator[None]:
-    """Let SIGTERM end the block as Ctrl-C does, with KeyboardInterrupt.
-
-    Ray installs a handler of its own when it starts; enter this afterwards too.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler) or signal.SIG_DFL
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-@contextmanager
-def signals_ignored() -> Iterator[None]:
-    """Let nothing interrupt the block: clearing up must end once it started."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _start_ray(address: str | None, num_cpus: int) -> None:

@@ -1,4 +1,4 @@
-"""What runs in each worker of a job: read a range of rows, complete it, hand it back whole."""
+"""What runs in each Ray worker of a job: complete ranges of rows and hand their outcomes back."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ import ray
 
 from batchgen_data import errors
 from batchgen_data.errors import BatchgenError, JobError, RowError
-from batchgen_data.job.inputs import ROW_ID_COLUMN, InputFile
-from batchgen_data.job.reader import RangeReader, WorkItem
+from batchgen_data.job.inputs import InputFile
+from batchgen_data.job.journal import to_ipc
+from batchgen_data.job.reader import WorkItem
+from batchgen_data.job.worker import RangeWorker
 
 ITEM_SCHEMA = pa.schema([("item_idx", pa.int64()), *((name, pa.int64()) for name in WorkItem._fields)])
 RESULT_SCHEMA = pa.schema(
     [
         ("item_idx", pa.int64()),
-        ("rows_ipc", pa.large_binary()),
+        ("results_ipc", pa.large_binary()),
+        ("is_kept", pa.bool_()),
         ("failure", pa.string()),
         ("worker_record", pa.string()),
     ]
@@ -27,13 +30,11 @@ RESULT_SCHEMA = pa.schema(
 
 
 class JobStage:
-    """The job's `map_batches` class: one row in per range of rows, one row out with the completed range.
+    """The job's `map_batches` class: one row in per range of rows, one row out with its outcomes.
 
-    A completed range travels as one Arrow IPC value. Files of a job keep their own schemas, and Ray Data
-    joins blocks, unifies their schemas and splits large ones where it sees them as rows; bytes of a fixed
-    schema it leaves alone, and one row per range keeps Ray's replay after a crash exact. The range is read
-    here and not in a task before, so that input never crosses the object store and no reader competes with
-    the workers for CPUs.
+    The outcomes of a range travel as one Arrow IPC value: Ray Data joins blocks and splits large ones where
+    it sees rows, and one value per range keeps Ray's replay after a crash exact, in whatever order ranges
+    finish.
 
     What fails for the whole job (the model cannot be loaded, a file changed) comes back as a `failure`
     instead of being raised: Ray would wrap it, log its traceback and lose its type.
@@ -43,6 +44,7 @@ class JobStage:
         options: Keyword options of `BatchGenLLM`.
         counter: Handle of the `ProgressCounter` actor.
         max_starts: Worker processes that may start in this job before it is given up.
+        worker: Keyword arguments of `RangeWorker`.
         stage_class: Takes the place of `BatchGenLLM` in tests.
     """
 
@@ -52,9 +54,9 @@ class JobStage:
         options: Mapping[str, Any],
         counter: Any,
         max_starts: int,
+        worker: Mapping[str, Any],
         stage_class: Callable[..., Any] | None = None,
     ) -> None:
-        self._reader = RangeReader(files)
         self._failure: str | None = None
         self._record: str | None = None
         try:
@@ -64,8 +66,9 @@ class JobStage:
                     f"worker processes died {num_starts - 1} times; look for a lack of memory "
                     "(kernel log) or for a row that kills the process, then run again"
                 )
-            self._complete = (stage_class or _batchgen_llm())(**options)
-            self._record = json.dumps(self._complete.record(), default=str)
+            complete = (stage_class or _batchgen_llm())(**options)
+            self._record = json.dumps(complete.record(), default=str)
+            self._worker = RangeWorker(files, complete, **worker)
             counter.ready.remote()
         except Exception as error:
             self._failure = encode_failure(error)
@@ -80,9 +83,8 @@ class JobStage:
         if self._failure is not None:
             return {**result, "failure": self._failure}
         try:
-            table = self._reader.read(WorkItem(*(row[name] for name in WorkItem._fields)))
-            completed = self._complete(table).drop_columns([ROW_ID_COLUMN])
-            return {**result, "rows_ipc": to_ipc(completed)}
+            results = self._worker.run(WorkItem(*(row[name] for name in WorkItem._fields)))
+            return {**result, "results_ipc": to_ipc(results), "is_kept": self._worker.keeps_journal}
         except Exception as error:
             return {**result, "failure": encode_failure(error)}
 
@@ -92,19 +94,6 @@ def _batchgen_llm() -> Callable[..., Any]:
     from batchgen_data.operator import BatchGenLLM
 
     return BatchGenLLM
-
-
-def to_ipc(table: pa.Table) -> bytes:
-    """Return `table` as an Arrow IPC stream."""
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, table.schema) as writer:
-        writer.write_table(table)
-    return sink.getvalue().to_pybytes()
-
-
-def from_ipc(value: pa.Scalar) -> pa.Table:
-    """Return the table of an IPC value without copying its columns."""
-    return pa.ipc.open_stream(value.as_buffer()).read_all()
 
 
 def encode_failure(error: Exception) -> str:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import pyarrow as pa
+
+# The result columns that are counted.
+COUNTED_COLUMNS = ("finish_reason", "num_input_tokens", "num_generated_tokens", "error_code", "error_message")
 
 
 @dataclass(slots=True)
@@ -19,7 +23,7 @@ class Cause:
 
 @dataclass(slots=True)
 class RunSummary:
-    """Counts over the rows written so far; ``num_rows = num_ok + num_failed + num_skipped``.
+    """Counts over rows with an outcome; ``num_rows = num_ok + num_failed + num_skipped``.
 
     Attributes:
         num_rows: Rows in, all with an outcome.
@@ -33,6 +37,8 @@ class RunSummary:
         generated_tokens: Generated tokens.
         elapsed_s: From the start of the run.
         generating_s: From the moment the first worker had its model.
+        run_tokens: Tokens generated while this run lasted; a resumed one generates only what was missing.
+        run_rows: Rows that got their outcome in this run.
     """
 
     num_rows: int = 0
@@ -46,6 +52,8 @@ class RunSummary:
     generated_tokens: int = 0
     elapsed_s: float = 0.0
     generating_s: float = 0.0
+    run_tokens: int = 0
+    run_rows: int = 0
 
     @property
     def num_ok(self) -> int:
@@ -54,23 +62,23 @@ class RunSummary:
 
     @property
     def tokens_per_s(self) -> float:
-        """Generated tokens per second, model loading excluded."""
-        return self.generated_tokens / self.generating_s if self.generating_s > 0 else 0.0
+        """Generated tokens per second of this run, model loading excluded."""
+        return self.run_tokens / self.generating_s if self.generating_s > 0 else 0.0
 
-    def add(self, table: pa.Table, *, file_name: str, first_row: int, prefix: str = "") -> None:
-        """Count the rows of a completed table.
+    def add(
+        self, results: pa.Table | pa.RecordBatch, *, file_name: str, rows: Iterable[int], prefix: str = ""
+    ) -> None:
+        """Count rows.
 
         Args:
-            table: Rows with the declared result columns.
+            results: Rows with at least the `COUNTED_COLUMNS`.
             file_name: The input file they come from.
-            first_row: Position of the table's first row in that file, from 0.
+            rows: Position of each row in that file, from 0.
             prefix: Prefix of the result columns.
         """
-        names = ("finish_reason", "num_input_tokens", "num_generated_tokens", "error_code", "error_message")
-        columns = (table.column(prefix + name).to_pylist() for name in names)
-        for row, (reason, num_input, num_generated, code, message) in enumerate(
-            zip(*columns, strict=True), start=first_row
-        ):
+        columns = (results.column(prefix + name).to_pylist() for name in COUNTED_COLUMNS)
+        # Not strict: an endless counter may give the positions.
+        for row, reason, num_input, num_generated, code, message in zip(rows, *columns, strict=False):
             self.num_rows += 1
             self.input_tokens += num_input or 0
             self.generated_tokens += num_generated or 0
@@ -82,10 +90,15 @@ class RunSummary:
                 causes = self.skips if reason == "skipped" else self.failures
                 self.num_skipped += reason == "skipped"
                 self.num_failed += reason != "skipped"
-                if code in causes:
-                    causes[code].count += 1
-                else:
-                    causes[code] = Cause(1, f"{file_name}:{row}", message)
+                _add_cause(causes, code, Cause(1, f"{file_name}:{row}", message))
+
+    def add_summary(self, other: RunSummary) -> None:
+        """Add the counts of other rows; its times stay out."""
+        for name in _SUMS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for mine, theirs in ((self.failures, other.failures), (self.skips, other.skips)):
+            for code, cause in theirs.items():
+                _add_cause(mine, code, Cause(cause.count, cause.location, cause.message))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the counts for the run record."""
@@ -102,4 +115,43 @@ class RunSummary:
             "generated_tokens": self.generated_tokens,
             "elapsed_s": round(self.elapsed_s, 3),
             "generating_s": round(self.generating_s, 3),
+            "run_rows": self.run_rows,
+            "run_tokens": self.run_tokens,
         }
+
+    def to_counts(self) -> dict[str, Any]:
+        """Return the counts, examples included, for a shard's record; `from_counts` reads them."""
+        causes = {
+            name: {code: [cause.count, cause.location, cause.message] for code, cause in found.items()}
+            for name, found in (("failures", self.failures), ("skips", self.skips))
+        }
+        return {name: getattr(self, name) for name in _SUMS} | causes
+
+    @classmethod
+    def from_counts(cls, counts: dict[str, Any]) -> RunSummary:
+        """Return the summary that `to_counts` described."""
+        summary = cls()
+        for name in _SUMS:
+            setattr(summary, name, int(counts[name]))
+        for mine, name in ((summary.failures, "failures"), (summary.skips, "skips")):
+            for code, (count, location, message) in counts[name].items():
+                mine[code] = Cause(count, location, message)
+        return summary
+
+
+_SUMS = (
+    "num_rows",
+    "num_stop",
+    "num_length",
+    "num_failed",
+    "num_skipped",
+    "input_tokens",
+    "generated_tokens",
+)
+
+
+def _add_cause(causes: dict[str, Cause], code: str, cause: Cause) -> None:
+    if code in causes:
+        causes[code].count += cause.count
+    else:
+        causes[code] = cause
