@@ -60,11 +60,13 @@ def test_parquet_to_parquet(model, tmp_path):
     )
     assert done.returncode == 3, done.stderr  # finished, with row errors
     files = sorted(path.name for path in (output / "data").iterdir())
-    assert len(files) == 5
+    assert files == [f"{name}-00000.parquet" for name in "abcde"]
     with LLM(model, num_threads=1, kv_memory="32MiB", max_context_tokens=96) as llm:
         for name in ("a", "b", "c", "e"):
             want = pq.read_table(source / f"{name}.parquet")
-            got = pq.read_table(output / "data" / f"{name}.parquet")
+            if name == "b":  # its last two rows failed
+                want = want.slice(0, 2)
+            got = pq.read_table(output / "data" / f"{name}-00000.parquet")
             kept = got.select(want.column_names)
             assert kept.equals(want)
             assert kept.schema.types == want.schema.types
@@ -74,9 +76,13 @@ def test_parquet_to_parquet(model, tmp_path):
                 SamplingParams(max_tokens=6, ignore_eos=True),
             )
             assert got["generated_text"].to_pylist() == [outcome.text for outcome in outcomes]
-    b = pq.read_table(output / "data" / "b.parquet")
-    assert b["finish_reason"].to_pylist() == ["length", "skipped", "error", "error"]
-    assert b["error_code"].to_pylist() == [None, "null_input", "empty_prompt", "prompt_too_long"]
+    b = pq.read_table(output / "data" / "b-00000.parquet")
+    assert b["finish_reason"].to_pylist() == ["length", "skipped"]
+    assert b["error_code"].to_pylist() == [None, "null_input"]
+    failed = pq.read_table(output / "errors" / "b-00000.parquet")
+    assert failed.schema.equals(b.schema)
+    assert failed["finish_reason"].to_pylist() == ["error", "error"]
+    assert failed["error_code"].to_pylist() == ["empty_prompt", "prompt_too_long"]
 
     record = json.loads((output / "_batchgen" / "run.json").read_text())
     assert record["status"] == "finished"
@@ -87,10 +93,18 @@ def test_parquet_to_parquet(model, tmp_path):
     assert "say 3" not in json.dumps(record)
     assert "39" in done.stdout + done.stderr
 
-    again = batchgen("run", source, "-o", output, "--model", model, "--prompt-column", "prompt")
-    assert again.returncode == 2
-    assert "empty" in again.stderr
-    assert "Traceback" not in again.stderr
+    given = ["run", source, "-o", output, "--model", model, "--prompt-column", "prompt"]
+    again = batchgen(*given, *SETTINGS, *MODEL_OPTIONS)
+    assert (again.returncode, again.stdout.splitlines()[0]) == (3, done.stdout.splitlines()[0])
+    assert again.stderr == "all 39 rows in 5 files are done; nothing to do\n"
+    other = batchgen(*given)
+    assert other.returncode == 2
+    assert "what differs: sampling" in other.stderr
+    assert "Traceback" not in other.stderr
+    assert batchgen("verify", output).returncode == 0
+    status = batchgen("status", output)
+    assert status.returncode == 0
+    assert status.stdout.startswith("state: finished\nprogress: 39 of 39 rows (100.0%)")
 
 
 def test_preview_shows_prompts_and_completions_without_ray(model, tmp_path):

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from batchgen_data.errors import CommitError, ResumeMismatchError
+from batchgen_data.errors import CommitError, InputError, ResumeMismatchError
 from batchgen_data.job.check import CheckedJob
 from batchgen_data.job.files import LocalFiles, file_digest
 from batchgen_data.job.inputs import InputFile
@@ -214,7 +214,10 @@ def _content(file: InputFile, known: dict[str, Any] | None) -> dict[str, Any]:
         return {"stat": None, "digest": file.fingerprint.hex()}
     if known is not None and known["stat"] == stat:
         return {"stat": stat, "digest": known["digest"]}
-    return {"stat": stat, "digest": file_digest(file.path)}
+    try:
+        return {"stat": stat, "digest": file_digest(file.path)}
+    except OSError as error:
+        raise InputError(f"{file.name} cannot be read: {error.strerror}") from error
 
 
 def local_stat(file: InputFile) -> list[int] | None:

@@ -38,8 +38,6 @@ from batchgen_data.job.store import Places
 from batchgen_data.job.verify import verify_output
 from plain_job import PlainJob, StepFiles, write_inputs
 
-LIFE_S = 0.25
-
 
 def phases(job: PlainJob) -> list[PlainJob]:
     """Return a job, the same with its failed rows tried again, and another that replaces it."""
@@ -132,6 +130,16 @@ def num_bad(num_rows: int) -> int:
     return sum(row % 7 == 3 for row in range(num_rows))
 
 
+def life_seconds(base: Path) -> float:
+    """Return how long a life may last: enough to start, even on a busy machine, and to do some rows."""
+    write_inputs(base / "life/in", [1])
+    job = PlainJob(inputs=base / "life/in", output=base / "life/out")
+    begin_s = time.monotonic()
+    in_child(job.run)
+    shutil.rmtree(base / "life")
+    return 0.1 + 1.5 * (time.monotonic() - begin_s)
+
+
 def random_kills(base: Path, kills: int, random_: random.Random, tally: Tally) -> None:
     """Kill at random moments until there were so many kills."""
     while tally.kills < kills:
@@ -139,6 +147,7 @@ def random_kills(base: Path, kills: int, random_: random.Random, tally: Tally) -
         num_rows = write_inputs(
             folder / "in", [random_.randrange(150, 260), 0, 1, random_.randrange(60, 140)]
         )
+        life_s = life_seconds(base)
         job = PlainJob(
             inputs=folder / "in",
             output=folder / "out",
@@ -154,7 +163,7 @@ def random_kills(base: Path, kills: int, random_: random.Random, tally: Tally) -
                 pid = fork(phase.run)
                 tally.lives += 1
                 if tally.kills < kills:
-                    time.sleep(random_.uniform(0, LIFE_S))
+                    time.sleep(random_.uniform(0, life_s))
                     os.kill(pid, signal.SIGKILL)
                 code = wait_for(pid)
                 if code not in (0, -signal.SIGKILL):

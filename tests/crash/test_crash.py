@@ -25,8 +25,7 @@ def test_kills_lose_double_and_invent_nothing() -> None:
     counts = json.loads(done.stdout.splitlines()[-1])
     assert counts["random_kills"] >= 10
     assert counts["steps_killed_at"] >= 30
-    assert [counts[name] for name in ("lost", "doubled", "invented", "wrong", "failures", "changed")] == [
-        0
-    ] * 6
-    assert 0 < counts["recomputed"] <= counts["recomputed_allowed"]
+    for name in ("lost", "doubled", "invented", "wrong", "failures", "changed"):
+        assert counts[name] == 0, name
+    assert counts["recomputed"] <= counts["recomputed_allowed"]
     assert counts["opens"] > 100
