@@ -1,12 +1,21 @@
-"""The expert function: one product per expert that got tokens, for weights that are there or come one by one.
+"""The expert function: products expert by expert, for weights that are there or come one by one.
 
-Registered beside transformers' own. Tokens are sorted by expert; experts add to the result in ascending
-order and each token at most once per expert, so the sum of a token never depends on its neighbours.
+Registered beside transformers' own. Tokens are sorted by expert, each expert writes its tokens' outputs to
+places of their own, and a token's are added up at the end in the order of its choices, so that its sum never
+depends on its neighbours.
+
+On a CPU threads share the experts and not the products: an expert sees few tokens, and threads that split so
+small a product wait for one another more than they compute. One block of 128 experts of 1.2 M parameters
+with 16 tokens, on 2 threads of a busy machine: 158 to 197 ms, against 272 to 768 ms of transformers' fastest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+import itertools
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
@@ -14,8 +23,11 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from batchgen_data.models.checkpoint_map import expert_modules, expert_parameters
+from batchgen_data.runtime.resources import available_cpus
 
 NAME = "batchgen"
+# With fewer experts than this for each thread, the one that ends last would keep the others waiting.
+_LEAST_EXPERTS_OF_THREAD = 4
 
 # Of the experts that got tokens, ascending: each one's weights by parameter name, valid until the next.
 ExpertSource = Callable[[list[int]], Iterator[tuple[int, dict[str, torch.Tensor]]]]
@@ -42,20 +54,78 @@ def run_experts(
     chosen = top_k_index_TK.reshape(-1)
     order = torch.argsort(chosen, stable=True)
     tokens = order // num_choices
-    weights = top_k_weights_TK.reshape(-1)[order].unsqueeze(-1)
     counts = torch.bincount(chosen, minlength=experts.num_experts)[: experts.num_experts].tolist()
-    ends = [0]
-    for count in counts:
-        ends.append(ends[-1] + count)
-    # Half precision would lose bits with every expert added.
-    total_TH = torch.zeros(hidden_TH.shape, dtype=torch.float32, device=hidden_TH.device)
+    ends = list(itertools.accumulate(counts, initial=0))
+    outputs_NH = hidden_TH.new_empty(len(order), hidden_TH.shape[1])
+    outputs_NH[ends[-1] :] = 0.0  # of ids that are ignored
+
+    @torch.inference_mode()  # grad modes belong to a thread
+    def run(work: Iterable[tuple[int, dict[str, torch.Tensor]]]) -> None:
+        for expert, parameters in work:
+            own = slice(ends[expert], ends[expert + 1])
+            outputs_NH[own] = _run_expert(experts, parameters, hidden_TH[tokens[own]])
+
     hit = [expert for expert, count in enumerate(counts) if count]
     source = getattr(experts, "expert_source", None)
-    for expert, parameters in _resident(experts, hit) if source is None else source(hit):
-        own = slice(ends[expert], ends[expert + 1])
-        output = _run_expert(experts, parameters, hidden_TH[tokens[own]])
-        total_TH.index_add_(0, tokens[own], (output * weights[own]).float())
-    return total_TH.to(hidden_TH.dtype)
+    num_threads = torch.get_num_threads() if hidden_TH.device.type == "cpu" else 1
+    if source is not None:
+        run(source(hit))
+    elif num_threads > 1 and len(hit) >= _LEAST_EXPERTS_OF_THREAD * num_threads:
+        _run_shared(run, _Shared(_resident(experts, hit)), num_threads)
+    else:
+        run(_resident(experts, hit))
+    return _weighted_sum(outputs_NH, torch.argsort(order).view_as(top_k_index_TK), top_k_weights_TK)
+
+
+def _weighted_sum(
+    outputs_NH: torch.Tensor, place_TK: torch.Tensor, top_k_weights_TK: torch.Tensor
+) -> torch.Tensor:
+    """Add up each token's outputs, which lie at `place_TK`: [T, H]."""
+    # Half precision would lose bits with every expert added.
+    total_TH = torch.zeros(len(place_TK), outputs_NH.shape[1], dtype=torch.float32, device=outputs_NH.device)
+    for place_T, weights_T in zip(place_TK.unbind(1), top_k_weights_TK.float().unbind(1), strict=True):
+        total_TH.addcmul_(outputs_NH[place_T].float(), weights_T.unsqueeze(1))
+    return total_TH.to(outputs_NH.dtype)
+
+
+class _Shared:
+    """An iterator that several threads take from."""
+
+    def __init__(self, items: Iterator[Any]) -> None:
+        self._items = items
+        self._lock = threading.Lock()
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        with self._lock:
+            return next(self._items)
+
+
+def _run_shared(run: Callable[[Any], None], work: _Shared, num_threads: int) -> None:
+    """Run `work` on this thread and others, each with products of its own."""
+    torch.set_num_threads(1)
+    try:
+        others = [_threads().submit(run, work) for _ in range(num_threads - 1)]
+        try:
+            run(work)
+        finally:
+            wait(others)  # nobody may still read the hidden states when a failed pass is taken apart
+        for other in others:
+            other.result()
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(
+        max(1, available_cpus() - 1),
+        thread_name_prefix="batchgen-expert",
+        initializer=torch.set_num_threads,
+        initargs=(1,),
+    )
 
 
 def install_experts(model: PreTrainedModel) -> None:

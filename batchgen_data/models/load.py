@@ -34,6 +34,7 @@ from transformers.utils import logging as transformers_logging
 from batchgen_data.errors import ConfigError, DeviceError, PlanError, UnsafeModelError
 from batchgen_data.sampling import SamplingParams, ignored_generation_settings
 
+from .experts import install_experts
 from .safety import check_no_remote_code, check_weight_files, read_json
 from .source import ModelSource, local_folder, resolve_source
 from .streamed_load import load_streamed
@@ -166,6 +167,8 @@ def load_model(
             if tokenizer is None:
                 tokenizer = load_tokenizer(source)
             model.eval().requires_grad_(False)
+            if device.type == "cpu":
+                install_experts(model)
             return _loaded(model, weights, source, tokenizer, context_tokens, device)
         except BaseException:
             if weights is not None:
