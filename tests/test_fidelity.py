@@ -82,6 +82,7 @@ def run(model, shapes, monkeypatch, *, num_pages, prefix_reuse, sub_batch=None, 
     monkeypatch.setattr(executor_module, "sample", sample)
     # Passes of this test are small: without the limit they would never be cut.
     monkeypatch.setattr(executor_module, "_LEAST_LANE_TOKENS", 2)
+    monkeypatch.setattr(executor_module, "_LEAST_EXPERT_TOKENS", 0)
     pool = kv_pool(shapes, num_pages, staged)
     limits = Limits(
         num_pages=num_pages,

@@ -22,7 +22,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from batchgen_data.models.checkpoint_map import expert_modules, expert_parameters
+from batchgen_data.models.checkpoint_map import expert_modules, expert_parameters, num_experts
 from batchgen_data.runtime.resources import available_cpus
 
 NAME = "batchgen"
@@ -132,6 +132,15 @@ def install_experts(model: PreTrainedModel) -> None:
     """Make `model` use `run_experts`, if it has experts that go through the registry."""
     if expert_modules(model):
         model.set_experts_implementation(NAME)
+
+
+def experts_per_choice(model: PreTrainedModel) -> float:
+    """Tokens of a pass for which each expert that `run_experts` runs sees one; 0 where there is none."""
+    found = expert_modules(model)
+    if not found or model.config._experts_implementation != NAME:
+        return 0.0
+    num_choices = getattr(model.config.get_text_config(), "num_experts_per_tok", None)
+    return num_experts(found[0][1]) / (num_choices or 1)
 
 
 def install_source(experts: Any, source: ExpertSource) -> None:

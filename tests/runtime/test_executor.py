@@ -10,6 +10,7 @@ import torch
 
 from batchgen_data import LLM, ConfigError, PlanError, SamplingParams
 from batchgen_data.models import attention, weight_files
+from batchgen_data.models.experts import install_experts
 from batchgen_data.models.kv_pool import KVPool
 from batchgen_data.models.kv_staging import StagedKVPool
 from batchgen_data.models.wrap import install_yield_points
@@ -173,6 +174,7 @@ WAYS = {
 def small_lanes(monkeypatch):
     """Passes of these tests are small: without this they would never be cut into lanes."""
     monkeypatch.setattr(executor_module, "_LEAST_LANE_TOKENS", 2)
+    monkeypatch.setattr(executor_module, "_LEAST_EXPERT_TOKENS", 0)
     monkeypatch.setattr(executor_module, "_MOST_LANE_SHARE", 10.0)
 
 
@@ -410,3 +412,14 @@ def test_a_trace_that_cannot_be_written_is_said_and_costs_no_row(folders, tmp_pa
         path.mkdir()
     assert [outcome.error_code for outcome in outcomes] == [None] * NUM_ROWS
     assert "the trace could not be written" in caplog.text
+
+
+def test_lanes_need_enough_tokens_for_each_expert(monkeypatch):
+    monkeypatch.setattr(executor_module, "_LEAST_EXPERT_TOKENS", 32)
+    model, shapes = paged_model("mixtral")  # 8 experts, 2 for a token
+    assert make_executor(model, shapes, num_threads=2).least_lane_tokens == 2
+    install_experts(model)
+    executor = make_executor(model, shapes, num_threads=2)
+    assert executor.least_lane_tokens == 128
+    dense, shapes = paged_model("llama", ["model.layers.*.mlp"])
+    assert make_executor(dense, shapes, num_threads=2).least_lane_tokens == 2
