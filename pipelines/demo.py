@@ -112,7 +112,7 @@ def main() -> int:
     ]
     print("batchgen", *(f"'{word}'" if " " in word else word for word in arguments), flush=True)
     code = batchgen(arguments)
-    results = output / "data" / source.name
+    results = output / "data" / f"{source.stem}-00000.parquet"
     if results.exists():
         show(results)
     return code

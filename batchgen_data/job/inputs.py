@@ -8,6 +8,7 @@ int64 there. What each file must have is checked from the footers: the columns t
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -135,6 +136,15 @@ def footer_digest(source: Any, size_bytes: int, name: str) -> bytes:
     digest = hashlib.blake2b(source.read(footer_bytes), digest_size=16).digest()
     source.seek(0)
     return digest
+
+
+def local_stat(file: InputFile) -> list[int] | None:
+    """Return what changes whenever a local file does; None for files elsewhere."""
+    try:
+        found = os.stat(file.path)
+    except OSError:
+        return None
+    return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
 
 
 class _Found(NamedTuple):

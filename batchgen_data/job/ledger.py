@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pyarrow as pa
 
-from batchgen_data.errors import InternalError
+from batchgen_data.errors import InputError, InternalError
 from batchgen_data.job.check import CheckedJob, output_schema
 from batchgen_data.job.files import LocalFiles
-from batchgen_data.job.inputs import ROW_ID_COLUMN, InputFile
+from batchgen_data.job.inputs import ROW_ID_COLUMN, InputFile, local_stat
 from batchgen_data.job.journal import journal_files, read_journal
 from batchgen_data.job.reader import RangeReader, WorkItem
 from batchgen_data.job.records import ShardState, add_up
@@ -85,6 +85,7 @@ class Ledger:
         shards: Its shards.
         store: Where it is committed.
         states: What is recorded so far.
+        stats: What `inputs.local_stat` said of each file when the run began.
         retry_failed: Try rows again whose outcome is an error.
     """
 
@@ -94,6 +95,7 @@ class Ledger:
         shards: Sequence[Shard],
         store: JobStore,
         states: dict[int, ShardState],
+        stats: Sequence[list[int] | None],
         *,
         retry_failed: bool = False,
     ) -> None:
@@ -101,6 +103,7 @@ class Ledger:
         self._shards = shards
         self._store = store
         self._states = states
+        self._stats = stats
         self._retry_failed = retry_failed
         self._reader = RangeReader(job.files)
         config = job.config
@@ -228,6 +231,9 @@ class Ledger:
     def _commit(self, shard: OpenShard) -> None:
         config = self._job.config
         file = self._job.files[shard.shard.file_idx]
+        # The results are those of the rows that were read when the run began.
+        if local_stat(file) != self._stats[shard.shard.file_idx]:
+            raise InputError(f"{file.name} was touched since the run started; run again")
         record = self._store.commit(
             Commit(
                 shard=shard.shard,

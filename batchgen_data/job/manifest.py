@@ -15,7 +15,7 @@ from typing import Any
 from batchgen_data.errors import CommitError, InputError, ResumeMismatchError
 from batchgen_data.job.check import CheckedJob
 from batchgen_data.job.files import LocalFiles, file_digest
-from batchgen_data.job.inputs import InputFile
+from batchgen_data.job.inputs import InputFile, local_stat
 from batchgen_data.job.shards import Shard, choose_shard_rows, plan_shards
 from batchgen_data.job.store import Places
 
@@ -218,15 +218,6 @@ def _content(file: InputFile, known: dict[str, Any] | None) -> dict[str, Any]:
         return {"stat": stat, "digest": file_digest(file.path)}
     except OSError as error:
         raise InputError(f"{file.name} cannot be read: {error.strerror}") from error
-
-
-def local_stat(file: InputFile) -> list[int] | None:
-    """Return what changes whenever a local file does; None for files elsewhere."""
-    try:
-        found = os.stat(file.path)
-    except OSError:
-        return None
-    return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
 
 
 def _differing_inputs(

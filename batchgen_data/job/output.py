@@ -218,7 +218,8 @@ def _open(
         store.write_once(places.manifest, manifest.encode())
     shards, states = manifest.shards(), store.load()
     store.sweep(shards, states)
-    ledger = Ledger(job, shards, store, states, retry_failed=retry_failed)
+    stats = [file["stat"] for file in wanted.inputs]
+    ledger = Ledger(job, shards, store, states, stats, retry_failed=retry_failed)
     ledger.read_journal(files, manifest.first_generation)
     return OpenOutput(
         path,

@@ -11,8 +11,8 @@ import pyarrow as pa
 from batchgen_data.errors import BatchgenError, ConfigError
 from batchgen_data.job.files import LocalFiles, file_digest
 from batchgen_data.job.filesystem import cause
-from batchgen_data.job.inputs import ROW_ID_COLUMN, resolve_inputs
-from batchgen_data.job.manifest import Manifest, local_stat, read_manifest
+from batchgen_data.job.inputs import ROW_ID_COLUMN, local_stat, resolve_inputs
+from batchgen_data.job.manifest import Manifest, read_manifest
 from batchgen_data.job.parts import STORAGE_FAILURES, PartFile, read_part
 from batchgen_data.job.reader import RangeReader, WorkItem
 from batchgen_data.job.records import ShardState, check_rows
