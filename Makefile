@@ -14,11 +14,11 @@ check:           ## lint and types only
 
 crash:           ## kill a job 200 times at random and at every change on disk (about 4 minutes)
 	@scripts/setup
-	@.venv/bin/python tests/crash/bench.py --kills 200 --every-step
+	@.venv/bin/python tests/crash/bench.py --kills 200 --every-step --races 50
 
 crash-long:      ## the same with 2,000 random kills
 	@scripts/setup
-	@.venv/bin/python tests/crash/bench.py --kills 2000 --every-step
+	@.venv/bin/python tests/crash/bench.py --kills 2000 --every-step --races 50
 
 bench:           ## the comparisons of docs/performance.md (about two hours on 2 cores)
 	@scripts/bench

@@ -389,6 +389,8 @@ def print_summary(console: Console, summary: RunSummary, output: str) -> None:
         f"{summary.input_tokens} prompt tokens, {summary.generated_tokens} generated tokens, "
         f"{summary.tokens_per_s:.1f} generated tokens/s, {duration(summary.elapsed_s)} in all",
     )
+    if summary.run_retries:
+        print_line(console, f"{summary.run_retries} calls raised and were made again")
     print_line(console, f"results: {without_credentials(output).rstrip('/')}/data")
 
 

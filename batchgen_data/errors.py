@@ -88,6 +88,7 @@ ROW_ERROR_CODES = {
     "non_finite_logits": "the model produced NaN or infinity for this row",
     "decode_error": "the tokenizer could not turn the generated tokens into text",
     "model_error": "the forward pass raised for this row alone",
+    "stage_error": "completing the row raised, alone and several times (not the model's doing)",
     "cancelled": "the call that owned the row was interrupted",
 }
 

@@ -554,3 +554,81 @@ def test_option_names_are_frozen() -> None:
         *("weights_memory", "kv_residence", "host_memory", "host_path", "attention_sub_batch"),
     }
     assert set(SamplingParams.__dataclass_fields__) <= names
+
+
+@pytest.mark.parametrize(
+    "budget, code, message",
+    [
+        (
+            "1",
+            4,
+            r"error: 2 rows failed, 1 may \(max_failed_rows\); mostly prompt_too_long, first at \S+:0",
+        ),
+        ("20%", 4, "error: 2 rows failed, 1 may"),
+        ("2", 3, None),
+        ("33.4%", 3, None),
+    ],
+)
+def test_more_failed_rows_than_allowed_stop_the_job(
+    fake: Fake, capsys: pytest.CaptureFixture[str], budget: str, code: int, message: str | None
+) -> None:
+    """Promise 7: a broken job does not look successful."""
+    write("a.parquet", "too long", "one", "too long", "two", "three", "four")
+    assert cli.main(["run", "a.parquet", *RUN, "--max-failed-rows", budget]) == code
+    last = capsys.readouterr().err.splitlines()[-1]
+    if message is not None:
+        assert re.match(message, last)
+        assert not Path("out/data/a-00000.parquet").exists()
+        # Stopped at once again as long as nothing changes, without any work.
+        assert cli.main(["run", "a.parquet", *RUN, "--max-failed-rows", budget]) == code
+        assert len(fake.jobs) == 1
+        assert cli.main(["run", "a.parquet", *RUN]) == 3
+        assert "4 rows = " not in capsys.readouterr().out
+    assert pq.read_table("out/errors/a-00000.parquet").num_rows == 2
+
+
+def test_failed_rows_are_tried_again_when_asked(fake: Fake, capsys: pytest.CaptureFixture[str]) -> None:
+    write("a.parquet", "one", "too long", "two")
+    assert cli.main(["run", "a.parquet", *RUN, "--fail-fast"]) == 1
+    assert cli.main(["run", "a.parquet", *RUN, "--fail-fast"]) == 1
+    assert cli.main(["run", "a.parquet", *RUN]) == 3
+    assert cli.main(["run", "a.parquet", *RUN, "--retry-failed"]) == 3
+    assert len(fake.jobs) == 3
+    printed = capsys.readouterr()
+    assert "3 rows in 1 file, 2 of them done before; starting the workers" in printed.err
+    totals = [line for line in printed.out.splitlines() if line.startswith("3 rows = ")]
+    assert totals == ["3 rows = 2 ok (2 stop, 0 length) + 1 failed + 0 skipped"] * 2
+    assert cli.main(["status", "out"]) == 0
+    assert re.search(r"prompt_too_long +1 +a\.parquet:1 +70 of 64", capsys.readouterr().out)
+    assert cli.main(["verify", "out"]) == 0
+    assert capsys.readouterr().out.startswith("2 files with 3 of 3 rows read: each row once")
+
+
+def test_verify_exits_1_and_names_what_is_wrong(fake: Fake, capsys: pytest.CaptureFixture[str]) -> None:
+    write("a.parquet", "one")
+    assert cli.main(["run", "a.parquet", *RUN]) == 0
+    Path("out/data/a-00000.parquet").unlink()
+    capsys.readouterr()
+    assert cli.main(["verify", "out/"]) == 1
+    assert capsys.readouterr().out.splitlines()[0] == "problem: data/a-00000.parquet is gone"
+    assert cli.main(["verify", "elsewhere"]) == 2
+    assert cli.main(["status", "elsewhere"]) == 2
+    assert "elsewhere is not the output of a run" in capsys.readouterr().err
+
+
+def test_results_are_replaced_only_when_asked(fake: Fake, capsys: pytest.CaptureFixture[str]) -> None:
+    write("a.parquet", "one")
+    assert cli.main(["run", "a.parquet", *RUN]) == 0
+    assert cli.main(["run", "a.parquet", *RUN, "--seed", "2"]) == 2
+    assert "what differs: sampling" in capsys.readouterr().err
+    assert cli.main(["run", "a.parquet", *RUN, "--seed", "2", "--overwrite"]) == 0
+    record = json.loads(Path("out/_batchgen/run.json").read_text())
+    assert record["settings"]["sampling"] == {"seed": 2}
+    assert cli.main(["run", "a.parquet", *RUN, "--seed", "2"]) == 0
+    assert len(fake.jobs) == 2
+
+
+@pytest.mark.parametrize("budget", ["many", "-1", "1.5", "101%", "%", ""])
+def test_a_budget_that_is_none_is_refused(budget: str) -> None:
+    with pytest.raises(ConfigError, match="max_failed_rows must be a number of rows or a share such as 5%"):
+        JobConfig(inputs=("a",), model="m", max_failed_rows=budget)

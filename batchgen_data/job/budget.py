@@ -64,6 +64,6 @@ class ErrorBudget:
         if self.max_failed is not None and counted.num_failed > self.max_failed:
             raise ErrorBudgetExceeded(
                 f"{counted.num_failed} rows failed, {self.max_failed} may (max_failed_rows); mostly {code}, "
-                f"first at row {cause.location}: {cause.message}; what is finished is kept: run again with a "
+                f"first at {cause.location}: {cause.message}; what is finished is kept: run again with a "
                 "larger number, or with retry_failed"
             )

@@ -33,11 +33,19 @@ _MAX_WORKER_RESTARTS = 3
 
 
 class Outcomes(NamedTuple):
-    """A range of rows with its result columns, and whether the worker put them into the journal."""
+    """A range of rows with its result columns.
+
+    Attributes:
+        item: The range.
+        results: The result columns.
+        is_kept: Whether the worker put them into the journal.
+        num_retries: Calls that raised and were made again.
+    """
 
     item: WorkItem
     results: pa.Table
     is_kept: bool
+    num_retries: int = 0
 
 
 @dataclass(slots=True)
@@ -129,7 +137,8 @@ def _outcomes(dataset: Any, items: Sequence[WorkItem], pipeline: Pipeline) -> Ge
                 if pipeline.worker_record is None:
                     pipeline.worker_record = table.column("worker_record")[row].as_py()
                 results = from_ipc(table.column("results_ipc")[row].as_buffer())
-                yield Outcomes(items[item_idx], results, table.column("is_kept")[row].as_py())
+                is_kept, num_retries = (table.column(n)[row].as_py() for n in ("is_kept", "num_retries"))
+                yield Outcomes(items[item_idx], results, is_kept, num_retries)
     except ray.exceptions.RayError as error:
         raise JobError(f"Ray stopped the job: {str(error).strip().splitlines()[-1]}") from error
     if waiting:

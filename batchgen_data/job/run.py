@@ -38,6 +38,7 @@ class _Run:
     generating_s: float = 0.0
     tokens_before: int = 0
     rows_before: int = 0
+    num_retries: int = 0
     worker_record: str | None = None
 
 
@@ -133,7 +134,8 @@ def _complete_rows(
                 stage_class=stage_class,
             ) as pipeline,
         ):
-            for item, results, is_kept in pipeline.outcomes:
+            for item, results, is_kept, num_retries in pipeline.outcomes:
+                run.num_retries += num_retries
                 run.worker_record = run.worker_record or pipeline.worker_record
                 if not is_kept:
                     journal.outcomes(item, results)
@@ -161,6 +163,7 @@ def _report(job: CheckedJob, output: OpenOutput, run: _Run, status: str) -> RunS
     summary.elapsed_s = time.monotonic() - run.begin_s
     summary.generating_s = run.generating_s
     summary.run_tokens = counted.generated_tokens - run.tokens_before
+    summary.run_retries = run.num_retries
     summary.run_rows = counted.num_rows - run.rows_before
     places = output.store.places
     # A finished job that is run again has nothing to add to the report of the run that finished it.

@@ -23,6 +23,7 @@ RESULT_SCHEMA = pa.schema(
         ("item_idx", pa.int64()),
         ("results_ipc", pa.large_binary()),
         ("is_kept", pa.bool_()),
+        ("num_retries", pa.int64()),
         ("failure", pa.string()),
         ("worker_record", pa.string()),
     ]
@@ -83,8 +84,13 @@ class JobStage:
         if self._failure is not None:
             return {**result, "failure": self._failure}
         try:
-            results = self._worker.run(WorkItem(*(row[name] for name in WorkItem._fields)))
-            return {**result, "results_ipc": to_ipc(results), "is_kept": self._worker.keeps_journal}
+            done = self._worker.run(WorkItem(*(row[name] for name in WorkItem._fields)))
+            return {
+                **result,
+                "results_ipc": to_ipc(done.results),
+                "is_kept": self._worker.keeps_journal,
+                "num_retries": done.num_retries,
+            }
         except Exception as error:
             return {**result, "failure": encode_failure(error)}
 

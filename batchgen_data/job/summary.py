@@ -39,6 +39,7 @@ class RunSummary:
         generating_s: From the moment the first worker had its model.
         run_tokens: Tokens generated while this run lasted; a resumed one generates only what was missing.
         run_rows: Rows that got their outcome in this run.
+        run_retries: Calls of this run that raised and were made again.
     """
 
     num_rows: int = 0
@@ -54,6 +55,7 @@ class RunSummary:
     generating_s: float = 0.0
     run_tokens: int = 0
     run_rows: int = 0
+    run_retries: int = 0
 
     @property
     def num_ok(self) -> int:
@@ -117,6 +119,7 @@ class RunSummary:
             "generating_s": round(self.generating_s, 3),
             "run_rows": self.run_rows,
             "run_tokens": self.run_tokens,
+            "run_retries": self.run_retries,
         }
 
     def to_counts(self) -> dict[str, Any]:

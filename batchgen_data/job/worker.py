@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import pyarrow as pa
 
-from batchgen_data.errors import InternalError
+from batchgen_data.errors import BatchgenError, InternalError, RowError
 from batchgen_data.job.files import LocalFiles
 from batchgen_data.job.inputs import InputFile
 from batchgen_data.job.journal import JournalWriter
 from batchgen_data.job.reader import RangeReader, WorkItem
+from batchgen_data.schema import Outcome, append_results
+
+logger = logging.getLogger(__name__)
+
+# Waits before a call that raised is made again.
+_BACK_OFF_S = (0.5, 2.0)
+
+
+class RangeResults(NamedTuple):
+    """The result columns of a range, and how many calls it took beyond the first."""
+
+    results: pa.Table
+    num_retries: int
 
 
 class RangeWorker:
@@ -20,6 +36,10 @@ class RangeWorker:
     The range is read here and not before, so that input never crosses the object store; and only the result
     columns go back, since whoever writes the output reads the input's columns again. They are in the journal
     before they go back: from then on no kill of any process can cost them.
+
+    A call that raises is made again after a wait, then in halves: a row that raises alone gets the outcome
+    `stage_error`, and its neighbours theirs. Our own errors, and what every row of a range raises, are no
+    row's fault and go to the caller.
 
     Args:
         files: The job's files.
@@ -47,24 +67,72 @@ class RangeWorker:
         self.keeps_journal = os.path.isdir(journal_folder)
         self._journal = JournalWriter(journal_folder, generation, storage or LocalFiles())
 
-    def run(self, item: WorkItem) -> pa.Table:
-        """Return the outcomes of the rows of `item`: the result columns.
+    def run(self, item: WorkItem) -> RangeResults:
+        """Return the outcomes of the rows of `item`.
 
         Raises:
             InputError: The rows cannot be read.
             CommitError: The journal cannot be written.
-            Exception: Whatever `complete` raises.
+            Exception: What `complete` raises for every row.
         """
         table = self._reader.read(item)
         if self.keeps_journal:
             self._journal.attempt(item)
-        completed = self._complete(table)
+        completed, num_retries = self._complete_stubbornly(table)
         if completed.num_rows != table.num_rows:
             raise InternalError(f"{completed.num_rows} rows came back of {table.num_rows}")
         results = completed.select(self._result_names).replace_schema_metadata(None)
         if self.keeps_journal:
             self._journal.outcomes(item, results)
-        return results
+        return RangeResults(results, num_retries)
+
+    def _complete_stubbornly(self, table: pa.Table) -> tuple[pa.Table, int]:
+        """Complete rows; returns them and how many calls raised."""
+        num_failed = 0
+        for wait_s in (*_BACK_OFF_S, None):
+            try:
+                return self._complete(table), num_failed
+            except BatchgenError:
+                raise
+            except Exception as error:
+                num_failed += 1
+                logger.warning("a call of %d rows raised %s", table.num_rows, type(error).__name__)
+                if wait_s is not None:
+                    time.sleep(wait_s)
+                    continue
+                parts, errors, num_alone = self._complete_in_halves(table, error)
+                if table.num_rows > 1 and len(errors) == table.num_rows:
+                    raise errors[0] from error
+                return pa.concat_tables(parts), num_failed + num_alone
+        raise InternalError("a call was neither completed nor given up")
+
+    def _complete_in_halves(
+        self, table: pa.Table, error: Exception
+    ) -> tuple[list[pa.Table], list[Exception], int]:
+        """Complete rows whose call raised; returns pieces in order, what single rows raised, failed calls."""
+        if table.num_rows == 1:
+            cause = f"completing this row raised {type(error).__name__}, also alone"
+            outcome = Outcome.failed(RowError("stage_error", cause))
+            prefix = self._result_names[0].removesuffix("generated_text")
+            has_tokens = f"{prefix}generated_tokens" in self._result_names
+            failed = append_results(table, [outcome], generated_tokens=has_tokens, prefix=prefix)
+            return [failed], [error], 0
+        pieces: list[pa.Table] = []
+        errors: list[Exception] = []
+        num_failed = 0
+        middle = table.num_rows // 2
+        for half in (table.slice(0, middle), table.slice(middle)):
+            try:
+                pieces.append(self._complete(half))
+            except BatchgenError:
+                raise
+            except Exception as second:
+                num_failed += 1
+                parts, causes, num_more = self._complete_in_halves(half, second)
+                pieces += parts
+                errors += causes
+                num_failed += num_more
+        return pieces, errors, num_failed
 
     def close(self) -> None:
         """Close the journal's files."""

@@ -32,11 +32,15 @@ from typing import Any
 import pyarrow.parquet as pq
 
 sys.path.insert(0, str(Path(__file__).parent))
+from batchgen_data.errors import JobLockedError
 from batchgen_data.job.files import LocalFiles
+from batchgen_data.job.lease import Lease
 from batchgen_data.job.manifest import read_manifest
 from batchgen_data.job.store import Places
 from batchgen_data.job.verify import verify_output
 from plain_job import PlainJob, StepFiles, write_inputs
+
+REFUSED, TAKEN = 3, 4
 
 
 def phases(job: PlainJob) -> list[PlainJob]:
@@ -242,6 +246,34 @@ def run_until(phase: PlainJob, last: int) -> None:
     phase.run(StepFiles(before))
 
 
+def races(base: Path, count: int, *, racers: int = 3) -> dict[str, float]:
+    """Let processes take one lease at the same moment; one must win, the others must refuse soon."""
+    slowest_s = 0.0
+    for race in range(count):
+        state = base / f"race-{race}"
+        state.mkdir()
+        start = time.monotonic() + 0.05
+        pids = [fork(partial(take_lease, state, start), int) for _ in range(racers)]
+        codes = sorted(wait_for(pid) for pid in pids)
+        slowest_s = max(slowest_s, time.monotonic() - start)
+        if codes != [*[REFUSED] * (racers - 1), TAKEN]:
+            raise SystemExit(f"race {race} ended with {codes}")
+    return {"races": count, "slowest_refusal_s": round(slowest_s, 2)}
+
+
+def take_lease(state: Path, start_s: float) -> int:
+    """Try to take a lease at a given moment; a winner keeps it for as long as others try."""
+    lease = Lease(str(state), LocalFiles(), shown="out", beat=False)
+    time.sleep(max(0.0, start_s - time.monotonic()))
+    try:
+        lease.acquire()
+    except JobLockedError:
+        return REFUSED
+    time.sleep(0.3)
+    lease.check()
+    return TAKEN
+
+
 @contextmanager
 def reader(base: Path) -> Iterator[dict[str, int]]:
     """Let a child open every visible file over and over while the block runs; then fill in what it saw."""
@@ -288,6 +320,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=200, help="random kills")
     parser.add_argument("--steps", action="store_true", help="also kill at each kind of change on disk")
     parser.add_argument("--every-step", action="store_true", help="also kill at each single change on disk")
+    parser.add_argument("--races", type=int, default=0, help="times that processes race for one lease")
     parser.add_argument("--seed", type=int, default=None, help="of the random kills")
     options = parser.parse_args()
     seed = options.seed if options.seed is not None else int.from_bytes(os.urandom(4), "big")
@@ -298,7 +331,13 @@ def main() -> int:
         base = Path(folder)
         with reader(base) as seen:
             random_kills(base, options.kills, random.Random(seed), tally)
-            report = {"random_kills": tally.kills, "lives": tally.lives, "rounds": tally.rounds}
+            report: dict[str, float] = {
+                "random_kills": tally.kills,
+                "lives": tally.lives,
+                "rounds": tally.rounds,
+            }
+            if options.races:
+                report |= races(base, options.races)
             if options.steps or options.every_step:
                 report["steps_killed_at"] = kills_at_steps(base, tally, every=options.every_step)
     report |= {

@@ -25,7 +25,7 @@ from batchgen_data.job.check import CheckedJob, JobConfig, check_job
 from batchgen_data.job.files import LocalFiles
 from batchgen_data.job.output import OpenOutput, check_output, open_output
 from batchgen_data.job.reader import WorkItem
-from batchgen_data.job.worker import RangeWorker
+from batchgen_data.job.worker import RangeResults, RangeWorker
 from batchgen_data.models.source import ModelSource
 from batchgen_data.schema import Outcome, append_results, result_fields
 
@@ -222,22 +222,22 @@ class StepFiles(LocalFiles):
 
 
 def _finished(
-    run: Callable[[WorkItem], pa.Table], items: Sequence[WorkItem], num_calls: int
+    run: Callable[[WorkItem], RangeResults], items: Sequence[WorkItem], num_calls: int
 ) -> Iterator[tuple[WorkItem, pa.Table]]:
     """Run items on threads, at most `num_calls` at once, and yield them as they finish."""
     if num_calls == 1:  # without threads
-        yield from ((item, run(item)) for item in items)
+        yield from ((item, run(item).results) for item in items)
         return
     waiting = iter(items)
     with ThreadPoolExecutor(num_calls) as pool:
-        running: dict[Future[pa.Table], WorkItem] = {}
+        running: dict[Future[RangeResults], WorkItem] = {}
         while True:
             while len(running) < num_calls and (item := next(waiting, None)) is not None:
                 running[pool.submit(run, item)] = item
             if not running:
                 return
             for done in wait(running, return_when=FIRST_COMPLETED).done:
-                yield running.pop(done), done.result()
+                yield running.pop(done), done.result().results
 
 
 def _source(name: str, revision: str | None = None, **_: Any) -> ModelSource:

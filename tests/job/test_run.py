@@ -73,7 +73,7 @@ class LoggingStage(FakeStage):
                 if what == "dies once":
                     os.kill(os.getpid(), signal.SIGKILL)
                 time.sleep(2)  # let the others finish
-                raise OSError("not yet")
+                raise JobError("not yet")
         return super().__call__(table)
 
 
@@ -137,7 +137,7 @@ def test_what_fails_in_a_worker_keeps_its_kind_and_leaves_nothing(
     tmp_path: Path, model: str, prompt: str, kind: type[Exception], message: str
 ) -> None:
     (tmp_path / "in").mkdir()
-    pq.write_table(pa.table({"prompt": [prompt]}), tmp_path / "in/a.parquet")
+    pq.write_table(pa.table({"prompt": [prompt, prompt]}), tmp_path / "in/a.parquet")
     with pytest.raises(kind, match=message):
         run_job(job(tmp_path, model=model), stage_class=FakeStage)
     assert not (tmp_path / "out").exists()
@@ -166,7 +166,7 @@ def test_an_unfinished_job_goes_on_with_what_is_missing(tmp_path: Path) -> None:
     prompts = [f"{n} {tmp_path}" for n in range(80)]
     prompts[37] = f"fails once {tmp_path}"
     pq.write_table(pa.table({"prompt": prompts}), tmp_path / "in/a.parquet")
-    with pytest.raises(JobError, match="a worker failed: OSError: not yet"):
+    with pytest.raises(JobError, match="not yet"):
         run_job(job(tmp_path, engine={"max_sequences": 8}), stage_class=LoggingStage)
     status = read_status(str(tmp_path / "out"))
     assert status.num_journaled >= 36
