@@ -260,9 +260,10 @@ _Output = Annotated[str, typer.Argument(metavar="OUT", help="The output folder o
 @app.command("status")
 def _status(output: _Output) -> None:
     """Show how far the job in OUT is: progress, failures, tokens."""
+    from batchgen_data.job.output import output_path
     from batchgen_data.job.status import read_status
 
-    status = read_status(output.rstrip("/"))
+    status = read_status(output_path(output))
     console = Console()
     for line in status.lines():
         print_line(console, line)
@@ -272,9 +273,10 @@ def _status(output: _Output) -> None:
 @app.command("verify")
 def _verify(output: _Output) -> None:
     """Read everything in OUT again: are all rows there, once, and undamaged?"""
+    from batchgen_data.job.output import output_path
     from batchgen_data.job.verify import verify_output
 
-    report = verify_output(output.rstrip("/"))
+    report = verify_output(output_path(output))
     console = Console()
     for line in report.lines():
         print_line(console, line)

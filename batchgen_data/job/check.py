@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,7 @@ import pyarrow as pa
 from batchgen_data.config import EngineConfig
 from batchgen_data.errors import ConfigError
 from batchgen_data.job.budget import check_budget
+from batchgen_data.job.filesystem import is_local, open_filesystem
 from batchgen_data.job.inputs import ROW_ID_COLUMN, InputFile, InputFormat, resolve_inputs
 from batchgen_data.job.parts import check_writable
 from batchgen_data.models.source import pinned, resolve_source
@@ -125,6 +127,7 @@ def check_job(config: JobConfig) -> CheckedJob:
     """
     EngineConfig.from_options(config.engine)
     spec = prompt_spec(config)
+    _check_apart(config)
     inputs = resolve_inputs(config.inputs, format=config.format)
     for file in inputs.files:
         try:
@@ -143,6 +146,21 @@ def check_job(config: JobConfig) -> CheckedJob:
         ignored=inputs.ignored,
         options=_stage_options(config, str(source.path or source.name), source.revision, tokenizer),
     )
+
+
+def _check_apart(config: JobConfig) -> None:
+    """Refuse an output inside an input folder: the next run would take its results for inputs."""
+    if config.output is None:
+        return
+    filesystem, path = open_filesystem(config.output)
+    output = os.path.realpath(path) if is_local(filesystem) else None
+    for source in config.inputs:
+        filesystem, path = open_filesystem(source)
+        is_folder = is_local(filesystem) and os.path.isdir(path)
+        if output is not None and is_folder and f"{output}/".startswith(f"{os.path.realpath(path)}/"):
+            raise ConfigError(
+                f"output {config.output} lies inside the input folder {source}; name a folder elsewhere"
+            )
 
 
 def prompt_spec(config: JobConfig) -> PromptSpec:

@@ -14,7 +14,7 @@ from batchgen_data.job.inputs import ROW_ID_COLUMN, InputFile, local_stat
 from batchgen_data.job.journal import journal_files, read_journal
 from batchgen_data.job.reader import RangeReader, WorkItem
 from batchgen_data.job.records import ShardState, add_up
-from batchgen_data.job.shards import Ranges, Shard, as_ranges, cut_items, each_row, num_rows
+from batchgen_data.job.shards import Ranges, Shard, as_ranges, cut_items, num_rows
 from batchgen_data.job.store import Commit, JobStore
 from batchgen_data.job.summary import RunSummary
 from batchgen_data.schema import result_fields
@@ -39,19 +39,19 @@ class OpenShard:
         self.round_idx = round_idx
         self.rows = rows
         self.retired = retired
-        self._positions = np.fromiter(each_row(rows), np.int64, num_rows(rows))
-        self._is_done = np.zeros(len(self._positions), bool)
+        # Made when the first outcomes come: most shards of a large job wait, and cost nothing meanwhile.
+        self._positions = self._is_done = np.zeros(0, int)
         self._pieces: list[tuple[int, pa.Table]] = []
 
     @property
     def missing(self) -> Ranges:
         """Rows without an outcome."""
-        return as_ranges(self._positions[~self._is_done].tolist())
+        return as_ranges(self._positions[~self._is_done].tolist()) if self._pieces else self.rows
 
     @property
     def num_missing(self) -> int:
         """Rows without an outcome, counted."""
-        return int(len(self._is_done) - np.count_nonzero(self._is_done))
+        return num_rows(self.rows) - int(np.count_nonzero(self._is_done))
 
     def add(self, first_row: int, results: pa.Table) -> list[tuple[int, pa.Table]]:
         """Take outcomes of consecutive rows; those that are known already or not asked for are passed over.
@@ -59,6 +59,9 @@ class OpenShard:
         Returns:
             The outcomes that were taken, as pieces of consecutive rows.
         """
+        if not self._pieces:
+            self._positions = np.concatenate([np.arange(first, end) for first, end in self.rows or [(0, 0)]])
+            self._is_done = np.zeros(len(self._positions), bool)
         rows = np.arange(first_row, first_row + results.num_rows)
         at = np.searchsorted(self._positions, rows)
         is_wanted = at < len(self._positions)

@@ -32,13 +32,7 @@ def check_output(url: str, files: LocalFiles | None = None) -> str:
     """
     files = files or LocalFiles()
     shown = without_credentials(url)
-    filesystem, path = open_filesystem(url)
-    if not is_local(filesystem):
-        raise ConfigError(
-            f"output {shown}: results go to a local or mounted folder, which can be locked and renamed in; "
-            "copy OUT/data and OUT/errors from there"
-        )
-    path = path.rstrip("/") or "/"
+    path = output_path(url)
     try:
         if os.path.isfile(path):
             raise ConfigError(f"output {shown} is a file; name a folder")
@@ -54,6 +48,21 @@ def check_output(url: str, files: LocalFiles | None = None) -> str:
             f"output {shown} is being written by another run (process {owner.pid} on {owner.host})"
         )
     return path
+
+
+def output_path(url: str) -> str:
+    """Return the local path of an output folder.
+
+    Raises:
+        ConfigError: It is not on a file system of this machine.
+    """
+    filesystem, path = open_filesystem(url)
+    if not is_local(filesystem):
+        raise ConfigError(
+            f"output {without_credentials(url)}: results go to a local or mounted folder, which can be "
+            "locked and renamed in; copy OUT/data and OUT/errors from there"
+        )
+    return path.rstrip("/") or "/"
 
 
 @dataclass(slots=True)

@@ -13,11 +13,11 @@ from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.utils import infer_storage_options
 
 from batchgen_data import cli
-from batchgen_data.errors import CommitError, ConfigError, InputError
+from batchgen_data.errors import ConfigError, InputError
 from batchgen_data.job.filesystem import cause, open_filesystem, without_credentials
 from batchgen_data.job.inputs import resolve_inputs
+from batchgen_data.job.output import check_output
 from batchgen_data.job.reader import RangeReader, WorkItem
-from batchgen_data.job.store import OutputStore
 
 
 class ServiceFailed(Exception):
@@ -108,19 +108,12 @@ def test_a_storage_that_fails_later_is_an_input_error() -> None:
         RangeReader(inputs.files).read(WorkItem(0, 0, 2))
 
 
-def test_an_output_that_fails_is_a_config_error_first_and_a_commit_error_later() -> None:
-    schema = pa.schema([("n", pa.int64())])
+def test_results_go_to_a_folder_of_this_machine() -> None:
+    """Nothing else can be locked and renamed in; the message keeps the secret."""
+    with pytest.raises(ConfigError, match=r"output hosted://example\.org/out: .* local or mounted folder"):
+        check_output(f"{URL}/out")
     with pytest.raises(ConfigError, match=r"hosted://elsewhere.*cannot reach hosted://elsewhere"):
-        OutputStore("hosted://me:secret@elsewhere/out")
-    Hosted.failing.add("isfile")
-    with pytest.raises(ConfigError, match=r"output hosted://example\.org/out cannot be used"):
-        OutputStore(f"{URL}/out")
-    Hosted.failing.clear()
-    store = OutputStore(f"{URL}/out")
-    store.prepare()
-    Hosted.failing.add("wb")
-    with pytest.raises(CommitError, match=r"a\.parquet cannot be written: ServiceFailed: no wb today"):
-        store.open_part("a.parquet", schema)
+        check_output("hosted://me:secret@elsewhere/out")
 
 
 def test_a_host_that_is_not_there_is_no_bug(capsys: pytest.CaptureFixture[str]) -> None:

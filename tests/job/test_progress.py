@@ -101,8 +101,8 @@ def test_the_summary_adds_up_and_names_the_first_row_of_each_cause() -> None:
     ]
     table = append_results(pa.table({"x": range(5)}), outcomes, prefix="r_")
     summary = RunSummary()
-    summary.add(table.slice(0, 3), file_name="a.parquet", first_row=10, prefix="r_")
-    summary.add(table.slice(3), file_name="b.parquet", first_row=0, prefix="r_")
+    summary.add(table.slice(0, 3), file_name="a.parquet", rows=range(10, 13), prefix="r_")
+    summary.add(table.slice(3), file_name="b.parquet", rows=range(2), prefix="r_")
     assert summary.num_rows == summary.num_ok + summary.num_failed + summary.num_skipped == 5
     assert (summary.num_stop, summary.num_length, summary.num_failed, summary.num_skipped) == (1, 1, 2, 1)
     assert (summary.input_tokens, summary.generated_tokens) == (16, 5)
@@ -110,3 +110,8 @@ def test_the_summary_adds_up_and_names_the_first_row_of_each_cause() -> None:
     assert (cause.count, cause.location, cause.message) == (2, "a.parquet:12", "long")
     assert summary.skips["null_input"].location == "b.parquet:0"
     assert summary.to_dict()["failures"] == {"prompt_too_long": 2}
+    twice = RunSummary.from_counts(summary.to_counts())
+    assert twice == summary
+    twice.add_summary(summary)
+    assert (twice.num_rows, twice.failures["prompt_too_long"].count) == (10, 4)
+    assert summary.failures["prompt_too_long"].count == 2

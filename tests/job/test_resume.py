@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchgen_data.errors import CommitError, ConfigError, JobLockedError, ResumeMismatchError
+from batchgen_data.errors import CommitError, ConfigError, JobError, JobLockedError, ResumeMismatchError
 from batchgen_data.job.files import LocalFiles
 from batchgen_data.job.output import check_output, open_output
 from batchgen_data.job.shards import as_ranges, choose_shard_rows, plan_shards, without
@@ -32,8 +32,8 @@ def job(tmp_path: Path) -> PlainJob:
     return PlainJob(inputs=tmp_path / "in", output=tmp_path / "out", log=tmp_path / "log")
 
 
-class Stop(Exception):
-    pass
+class Stop(JobError):
+    """Ends a run at once: our own errors are not tried again."""
 
 
 def stop_after(job: PlainJob, num_items: int) -> None:
@@ -358,6 +358,14 @@ def test_a_manifest_of_another_version_is_refused(job: PlainJob) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), "format": 99}))
     with pytest.raises(CommitError, match="format 99 is unknown"):
         job.run()
+
+
+def test_an_output_inside_an_input_folder_is_refused(job: PlainJob) -> None:
+    """The next run would take its own results for inputs."""
+    for output in (job.inputs, job.inputs / "out"):
+        with pytest.raises(ConfigError, match="lies inside the input folder"):
+            replace(job, output=output).checked()
+    assert replace(job, output=job.inputs.with_name("in2")).checked().num_rows == 9
 
 
 def test_shards_cover_each_row_once() -> None:
