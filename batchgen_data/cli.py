@@ -122,11 +122,11 @@ class SharedOptions:
         str | None,
         _option(_MODEL, "Where KV pages live: device (default), or host with --kv-memory staging."),
     ] = None
-    host_memory: Annotated[str | None, _option(_MODEL, "Host memory for KV pages per worker, as 64GiB.")] = (
-        None
-    )
+    host_memory: Annotated[
+        str | None, _option(_MODEL, "Host memory per worker for KV of suspended rows, or all KV; as 64GiB.")
+    ] = None
     host_path: Annotated[
-        str | None, _option(_MODEL, "Folder for the host tier as a memory-mapped file, instead of memory.")
+        str | None, _option(_MODEL, "Folder for the host tier as a file, instead of memory.")
     ] = None
     attention_sub_batch: Annotated[
         int | None, _option(_MODEL, "Rows that attend together before the experts run over all.")
@@ -135,6 +135,9 @@ class SharedOptions:
     max_step_tokens: Annotated[int | None, _option(_MODEL, "Tokens of one forward pass at most.")] = None
     max_context_tokens: Annotated[
         int | None, _option(_MODEL, "Prompt and output together; default: the model's limit.")
+    ] = None
+    trace: Annotated[
+        str | None, _option(_MODEL, "Write where the time of the first passes went, for chrome://tracing.")
     ] = None
     format: Annotated[str | None, _option(_RUN, "parquet, jsonl or csv; default: by each file's name.")] = (
         None

@@ -73,9 +73,11 @@ class EngineConfig:
             checkpoint in every pass. None keeps all weights on the device.
         kv_residence: "device", or "host": KV pages live in the host tier, and attention stages those of one
             layer and sub-batch at a time in `kv_memory`.
-        host_memory: bytes of the host tier, with kv_residence="host". None: `kv_memory_fraction` of the free
-            memory on a CPU, half of it on a machine with a GPU.
-        host_path: a folder for the host tier as a memory-mapped file; None keeps it in memory.
+        host_memory: bytes of the host tier, or a size. With kv_residence="device" it keeps the KV pages of
+            rows that are suspended because pages are short, and None computes those rows again. With
+            kv_residence="host" it holds all KV pages, and None means `kv_memory_fraction` of the free memory
+            on a CPU, half of it on a machine with a GPU.
+        host_path: a folder for the host tier as a file; None keeps it in memory.
         trace: a file to write when the engine closes: where the time of its first 200 passes went, for
             Perfetto or chrome://tracing. Each engine of a process or job needs its own.
     """
@@ -128,11 +130,11 @@ class EngineConfig:
             raise ConfigError(f'kv_residence must be "device" or "host", not {self.kv_residence!r}')
         if self.host_path is not None and not (isinstance(self.host_path, str) and self.host_path):
             raise ConfigError(f"host_path must be the path of a folder, not {self.host_path!r}")
-        for field in ("host_memory", "host_path"):
-            if getattr(self, field) is not None and self.kv_residence == "device":
-                raise ConfigError(
-                    f'{field} has no effect while KV lives on the device; add kv_residence="host"'
-                )
+        if self.host_path is not None and self.host_memory is None and self.kv_residence == "device":
+            raise ConfigError(
+                "host_path has no effect without a host tier; add host_memory, to keep the KV of suspended "
+                'rows there, or kv_residence="host"'
+            )
         if self.yield_at is not None:
             object.__setattr__(self, "yield_at", _patterns(self.yield_at))
         if self.trace is not None and not (isinstance(self.trace, str) and self.trace):

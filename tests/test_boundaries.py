@@ -96,7 +96,7 @@ def files(folder: Path) -> list[Path]:
     "path",
     [
         *files(PACKAGE / "job"),
-        *(PACKAGE / "runtime" / f"{name}.py" for name in ("scheduler", "pages", "sequence")),
+        *(PACKAGE / "runtime" / f"{name}.py" for name in ("scheduler", "pages", "sequence", "host_store")),
         *(PACKAGE / f"{name}.py" for name in TORCH_FREE),
         PACKAGE / "cli.py",
         PACKAGE / "pool.py",

@@ -511,7 +511,8 @@ def test_preview_names_the_row_even_where_the_path_is_long(
     monkeypatch.setattr(preview_module, "_llm_class", lambda: FakeLLM)
     folder = "a" * 100
     write(f"{folder}/b.parquet", "one")
-    assert cli.main(["preview", folder, "-m", "org/model", "--prompt-column", "prompt"]) == 0
+    arguments = ["preview", folder, "-m", "org/model", "--prompt-column", "prompt"]
+    assert cli.main([*arguments, "--num-threads", "1"]) == 0
     assert "aa/b.parquet:0" in capsys.readouterr().out
 
 
@@ -551,7 +552,7 @@ def test_option_names_are_frozen() -> None:
         *("output_prefix", "debug", "output", "limit", "num_actors", "num_gpus", "batch_size", "fail_fast"),
         *("num_rows", "chat_template_kwargs", "control_tokens"),
         *("max_failed_rows", "retry_failed", "overwrite"),
-        *("weights_memory", "kv_residence", "host_memory", "host_path", "attention_sub_batch"),
+        *("weights_memory", "kv_residence", "host_memory", "host_path", "attention_sub_batch", "trace"),
     }
     assert set(SamplingParams.__dataclass_fields__) <= names
 

@@ -14,7 +14,7 @@ import torch
 from batchgen_kernels import kv_append
 
 # Tensors begin at multiples of a cache line.
-_ALIGNMENT_BYTES = 64
+ALIGNMENT_BYTES = 64
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,12 +45,12 @@ class Prefill:
 def _sizes(shape: LayerShape, num_pages: int, page_tokens: int) -> tuple[int, int]:
     """Bytes of a layer's keys, rounded up, and of its values."""
     per_value = num_pages * shape.num_kv_heads * page_tokens * shape.dtype.itemsize
-    return -(-per_value * shape.size_k // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES, per_value * shape.size_v
+    return -(-per_value * shape.size_k // ALIGNMENT_BYTES) * ALIGNMENT_BYTES, per_value * shape.size_v
 
 
 def layer_bytes(shape: LayerShape, num_pages: int, page_tokens: int) -> int:
     """Bytes that `page_views` needs for one layer."""
-    return -(-sum(_sizes(shape, num_pages, page_tokens)) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+    return -(-sum(_sizes(shape, num_pages, page_tokens)) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def page_views(

@@ -10,14 +10,16 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 import numpy as np
 import torch
 
 from batchgen_data.errors import DeviceError, InternalError, PlanError
+from batchgen_data.models.copy_thread import CopyThread
 from batchgen_data.models.kv_pool import KVPool, LayerShape, PagedBatch, layer_bytes, page_views
 from batchgen_data.runtime.host_memory import allocate_host
+from batchgen_data.runtime.trace import OFF, Trace
 from batchgen_kernels import kv_append
 
 # A layer, and the number of a sub-batch in its pass.
@@ -78,6 +80,7 @@ class StagedKVPool(KVPool):
         device: where attention runs.
         staging_bytes: device memory to use.
         host_path: folder of a memory-mapped file for the host tier; None keeps it in memory.
+        trace: where to record copies.
 
     Raises:
         PlanError: half of the staging holds less than two pages of a layer, or the host tier has no room.
@@ -92,6 +95,7 @@ class StagedKVPool(KVPool):
         *,
         staging_bytes: int,
         host_path: str | None = None,
+        trace: Trace = OFF,
     ) -> None:
         num_staged = sub_batch_pages(shapes, page_tokens, staging_bytes)
         pool_bytes = sum(layer_bytes(shape, num_pages, page_tokens) for shape in shapes.values())
@@ -101,7 +105,7 @@ class StagedKVPool(KVPool):
         self.sub_batch_pages: int = num_staged
         self._shapes = shapes
         self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._trace = trace
         self._order = list(shapes)
         half_bytes = max(layer_bytes(shape, num_staged, page_tokens) for shape in shapes.values())
         self.staging = [torch.empty(half_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
@@ -115,9 +119,7 @@ class StagedKVPool(KVPool):
         self._coming: tuple[_Turn, Future[torch.cuda.Event | None]] | None = None
         self._last: _Turn | None = None
         self._turn_ends = set(self._order)
-        self._copier = ThreadPoolExecutor(
-            1, thread_name_prefix="batchgen-kv", initializer=torch.set_num_threads, initargs=(1,)
-        )
+        self._copier = CopyThread(device, "batchgen-kv")
         self._failed_write: BaseException | None = None
 
     def begin_pass(self) -> None:
@@ -167,7 +169,7 @@ class StagedKVPool(KVPool):
         # The half attention read before is free now. Reads go first: attention waits for them.
         following = self._following(turn)
         self._coming = self._start_read(following) if following else None
-        written = self._copier.submit(self._write, part, layer, k_TKD, v_TKV, self._mark())
+        written = self._copier.submit(self._write, part, layer, k_TKD, v_TKV, self._copier.mark())
         written.add_done_callback(self._note_failure)
         return k_pages, v_pages
 
@@ -243,7 +245,9 @@ class StagedKVPool(KVPool):
         self._raise_failure()
         layer, index = turn
         half = self._halves[self._in_use ^ 1][self._shapes[layer]]
-        return turn, self._copier.submit(self._read, layer, self._parts[index].read_ids, half, self._mark())
+        return turn, self._copier.submit(
+            self._read, layer, self._parts[index].read_ids, half, self._copier.mark()
+        )
 
     def _wait(self, coming: Future[torch.cuda.Event | None]) -> None:
         started = time.perf_counter()
@@ -255,10 +259,6 @@ class StagedKVPool(KVPool):
         if arrived is not None:
             torch.cuda.current_stream(self._device).wait_event(arrived)
 
-    def _mark(self) -> torch.cuda.Event | None:
-        """Where the device stands now; copies that start after it see all attention asked for so far."""
-        return None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
-
     @torch.inference_mode()  # grad modes belong to a thread
     def _read(
         self,
@@ -268,19 +268,19 @@ class StagedKVPool(KVPool):
         after: torch.cuda.Event | None,
     ) -> torch.cuda.Event | None:
         num_read = len(read_ids)
-        self.counts.read_bytes += num_read * self.page_tokens * self._shapes[layer].token_bytes
+        num_bytes = num_read * self.page_tokens * self._shapes[layer].token_bytes
+        self.counts.read_bytes += num_bytes
         pairs = [(self.k[layer], half[0][:num_read]), (self.v[layer], half[1][:num_read])]
-        if self._stream is None or after is None:
-            for pages, staged in pairs:
-                torch.index_select(pages, 0, read_ids, out=staged)
-            return None
-        with torch.cuda.stream(self._stream):
-            self._stream.wait_event(after)
+        with self._trace.span("stage", "KV copies", layer=layer, bytes=num_bytes), self._copier.after(after):
+            if self._copier.stream is None:
+                for pages, staged in pairs:
+                    torch.index_select(pages, 0, read_ids, out=staged)
+                return None
             for first, last in _runs(read_ids.tolist()):
                 pages_from = slice(int(read_ids[first]), int(read_ids[first]) + last - first)
                 for pages, staged in pairs:
                     staged[first:last].copy_(pages[pages_from], non_blocking=True)
-            return self._stream.record_event()
+            return self._copier.stream.record_event()
 
     @torch.inference_mode()
     def _write(
@@ -291,12 +291,12 @@ class StagedKVPool(KVPool):
         v_TKV: torch.Tensor,
         after: torch.cuda.Event | None,
     ) -> None:
-        if self._stream is not None and after is not None:
-            with torch.cuda.stream(self._stream):
-                self._stream.wait_event(after)
-                k_TKD, v_TKV = k_TKD.cpu(), v_TKV.cpu()
-        kv_append(k_TKD, v_TKV, self.k[layer], self.v[layer], part.page_idx, part.offset)
-        self.counts.written_bytes += len(k_TKD) * self._shapes[layer].token_bytes
+        num_bytes = len(k_TKD) * self._shapes[layer].token_bytes
+        with self._trace.span("write back", "KV copies", layer=layer, bytes=num_bytes):
+            with self._copier.after(after):
+                k_TKD, v_TKV = k_TKD.cpu(), v_TKV.cpu()  # as they are, on a CPU
+            kv_append(k_TKD, v_TKV, self.k[layer], self.v[layer], part.page_idx, part.offset)
+        self.counts.written_bytes += num_bytes
 
     def _note_failure(self, written: Future[None]) -> None:
         self._failed_write = self._failed_write or written.exception()

@@ -27,6 +27,7 @@ from batchgen_data.models.experts import install_source
 from batchgen_data.models.residency import Residency
 from batchgen_data.models.weight_files import Read, WeightFiles, copy_weights, plan_reads, read_buffer
 from batchgen_data.models.weight_units import NUM_READ_BUFFERS, StreamableWeights, Unit
+from batchgen_data.runtime.trace import OFF, Trace
 
 
 @dataclass(slots=True)
@@ -127,6 +128,9 @@ class WeightStream:
         residency: What stays and how many buffers there are.
         files: The open checkpoint; closed with the stream.
         device: Where the model runs.
+
+    Attributes:
+        trace: Where to record reads.
     """
 
     def __init__(
@@ -136,6 +140,7 @@ class WeightStream:
         files: WeightFiles,
         device: torch.device,
     ) -> None:
+        self.trace: Trace = OFF
         self._files = files
         self._device = device
         self._layers = streamable.layers
@@ -329,10 +334,14 @@ class WeightStream:
                 while buffers and (coming or self._start(coming)):
                     slot, read = coming.popleft()
                     buffer = buffers.popleft()
-                    under_way.append((slot, read, buffer, readers.submit(self._files.read, read, buffer)))
+                    under_way.append((slot, read, buffer, readers.submit(self._read, read, buffer)))
                 slot, read, buffer, future = under_way.popleft()
                 self._finish(slot, read, buffer, future, stream)
                 buffers.append(buffer)
+
+    def _read(self, read: Read, buffer: torch.Tensor) -> None:
+        with self.trace.span("prefetch", threading.current_thread().name, bytes=read.length):
+            self._files.read(read, buffer)
 
     def _start(self, coming: deque[tuple[_Slot, Read]]) -> bool:
         """Give the most urgent unit that is wanted a free buffer, if there are both."""

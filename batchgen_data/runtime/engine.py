@@ -135,7 +135,7 @@ class Engine:
         """Totals since the start: rows, tokens, yields, reuse, and where the seconds went."""
         details = {
             name: asdict(value)
-            for name in ("timings", "coroutine", "weights")
+            for name in ("timings", "coroutine", "weights", "kv_copies")
             if (value := getattr(self._executor, name, None)) is not None
         }
         return {**self._counts, **self._seconds, **self.scheduler.statistics(), **details}
@@ -196,7 +196,7 @@ class Engine:
             else:
                 ran = time.perf_counter()
                 self._seconds["run_s"] += ran - planned
-                finished = self.scheduler.complete(step, result.tokens, result.failed)
+                finished = self.scheduler.complete(step, result.tokens, result.failed, result.copied)
                 self._counts["generated_tokens"] += len(result.tokens)
                 self._seconds["schedule_s"] += time.perf_counter() - ran
             for sequence in finished:

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from batchgen_data.errors import RowError
 from batchgen_data.models.experts import experts_per_choice
+from batchgen_data.models.kv_checkpoint import CopyCounts, KVCopies
 from batchgen_data.models.kv_pool import KVPool, PagedBatch, Prefill
 from batchgen_data.models.weights import WeightCounts, WeightStream
 from batchgen_data.runtime.coroutine import CoroutineCounts, run_sub_batches
@@ -70,6 +71,8 @@ class TorchExecutor:
             a pass never runs in lanes.
         num_threads: CPU threads to use in lanes; 1 on a GPU.
         weights: what brings the model's weights where they are streamed; closed with the executor.
+        copies: what copies pages to and from the host tier, where suspended sequences are kept; closed with
+            the executor.
         trace: where to record what passes do.
         trace_path: where to write that when the executor closes.
     """
@@ -83,6 +86,7 @@ class TorchExecutor:
         moe_batch_tokens: int | None = None,
         num_threads: int = 1,
         weights: WeightStream | None = None,
+        copies: KVCopies | None = None,
         trace: Trace = OFF,
         trace_path: str | None = None,
     ) -> None:
@@ -102,6 +106,7 @@ class TorchExecutor:
         self.coroutine = CoroutineCounts()
         self.timings = Timings()
         self._weights = weights
+        self._copies = copies
         self.device = model.get_input_embeddings().weight.device
         self._others = ThreadPoolExecutor(
             max(1, num_threads - 1),
@@ -115,8 +120,18 @@ class TorchExecutor:
         """What streaming the weights took; None where all are resident."""
         return self._weights.counts if self._weights is not None else None
 
+    @property
+    def kv_copies(self) -> CopyCounts | None:
+        """What checkpoints and restores took; None where nothing is kept of suspended sequences."""
+        return self._copies.counts if self._copies is not None else None
+
     def close(self) -> None:
-        """Stop streaming weights and write the trace; nothing can run afterwards. Safe to call twice."""
+        """Stop copies, stop streaming weights and write the trace; nothing can run afterwards.
+
+        Safe to call twice.
+        """
+        if self._copies is not None:
+            self._copies.close()
         if self._weights is not None:
             self._weights.close()
         path, self._trace_path = self._trace_path, None
@@ -128,7 +143,9 @@ class TorchExecutor:
                 logger.error("the trace could not be written to %s: %s", path, error)
 
     def run(self, step: Step) -> StepResult:
-        """Run the pass: a token or row error of each chunk that samples, by sequence id.
+        """Begin the copies and run the pass: a token or row error of each chunk that samples, by sequence id.
+
+        A step without chunks waits for a copy instead.
 
         What one of several parts of the pass raises, sampling included, is the failure of its sequences
         only.
@@ -137,6 +154,14 @@ class TorchExecutor:
             Exception: the failure of the first part, where all failed; at once what says that the pass as
                 a whole cannot run (`aborts_pass`). Nothing of the step counts then.
         """
+        if self._copies is not None:
+            self._copies.start(step.copies)
+            if not step.chunks:
+                return StepResult({}, copied=self._copies.wait())
+        result = self._run_pass(step)
+        return result if self._copies is None else dataclasses.replace(result, copied=self._copies.ended())
+
+    def _run_pass(self, step: Step) -> StepResult:
         self.trace.begin_pass()
         with self.trace.span("pass", "passes", sequences=len(step.chunks), tokens=step.num_tokens):
             started = time.perf_counter()

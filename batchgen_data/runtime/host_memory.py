@@ -1,4 +1,4 @@
-"""Memory of the host tier: RAM, pinned for a GPU, or a memory-mapped file."""
+"""Memory of the host tier: RAM, pinned for a GPU, or a file, memory-mapped where it is used as memory."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import mmap
 import os
 import shutil
 import tempfile
+from typing import IO
 
 import torch
 
@@ -31,12 +32,26 @@ def allocate_host(num_bytes: int, folder: str | None = None, *, pinned: bool = F
         except RuntimeError as error:
             kind = "pinned host memory" if pinned else "host memory"
             raise PlanError(f"{num_bytes:,} bytes of {kind} are not to be had; lower host_memory") from error
+    with open_host_file(num_bytes, folder) as file:
+        return torch.frombuffer(mmap.mmap(file.fileno(), num_bytes), dtype=torch.uint8)
+
+
+def open_host_file(num_bytes: int, folder: str) -> IO[bytes]:
+    """Open a file of `num_bytes` bytes in `folder`. It has no name, and goes when it is closed.
+
+    Raises:
+        ConfigError: the folder cannot be written.
+        PlanError: no room for so many bytes; the message names bytes needed and bytes present.
+    """
+    file: IO[bytes] | None = None
     try:
-        with tempfile.TemporaryFile(dir=folder, prefix="batchgen-") as file:
-            # All of it now: a file that grows on a full disk would kill the process with SIGBUS.
-            os.posix_fallocate(file.fileno(), 0, num_bytes)
-            return torch.frombuffer(mmap.mmap(file.fileno(), num_bytes), dtype=torch.uint8)
+        file = tempfile.TemporaryFile(dir=folder, prefix="batchgen-", buffering=0)  # noqa: SIM115
+        # All of it now: a mapped file that grows on a full disk would kill the process with SIGBUS.
+        os.posix_fallocate(file.fileno(), 0, num_bytes)
+        return file
     except OSError as error:
+        if file is not None:
+            file.close()
         if not os.path.isdir(folder):
             raise ConfigError(f"host_path {folder!r} is not a folder") from error
         free = shutil.disk_usage(folder).free

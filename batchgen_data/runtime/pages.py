@@ -2,7 +2,8 @@
 
 A page holds the keys and values of `page_tokens` tokens in every layer. Full pages are named by a hash
 chain (the page's tokens and everything before them), so two sequences with an equal prefix share pages.
-A page nobody uses keeps its name until its memory is needed: least recently used goes first.
+A page nobody uses keeps its name until its memory is needed: least recently used goes first. A copy between
+device and host tier is a user like any other. Both tiers are accounted for by a pool each.
 """
 
 from __future__ import annotations
@@ -77,6 +78,10 @@ class PagePool:
                 break
             pages.append(page)
         return pages
+
+    def num_users(self, page: int) -> int:
+        """Sequences and copies that use a page."""
+        return self._users[page]
 
     def num_kept(self, pages: Iterable[int]) -> int:
         """How many of `pages` nobody uses: sharing those lowers `num_available`."""

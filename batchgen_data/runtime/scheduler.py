@@ -18,9 +18,10 @@ from collections import deque
 from collections.abc import Mapping
 
 from batchgen_data.errors import InternalError, RowError
+from batchgen_data.runtime.host_store import HostStore
 from batchgen_data.runtime.pages import PagePool
 from batchgen_data.runtime.sequence import Sequence, State
-from batchgen_data.runtime.step import Chunk, Counts, Limits, Step
+from batchgen_data.runtime.step import Chunk, Copy, Counts, Limits, Step
 from batchgen_data.runtime.suspects import Suspects
 
 RESERVE_PAGES = 2
@@ -38,6 +39,7 @@ class Scheduler:
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self.pool = PagePool(limits.num_pages, limits.page_tokens)
+        self.store = HostStore(limits, self.pool)
         self._waiting: deque[Sequence] = deque()
         self._suspended: deque[Sequence] = deque()
         self._active: dict[int, Sequence] = {}
@@ -88,6 +90,7 @@ class Scheduler:
         """Take an unfinished sequence out, with `error` as its outcome."""
         if sequence.state is State.FINISHED:
             return
+        self.store.drop(sequence)
         if sequence.state is State.ACTIVE:
             self._leave(sequence)
         elif sequence.state is State.WAITING:
@@ -108,17 +111,20 @@ class Scheduler:
         chunks = [
             Chunk(sequence, sequence.num_computed, sequence.num_tokens, True)
             for sequence in self._active.values()
-            if sequence.decoding
+            if sequence.decoding and self._can_decode(sequence)
         ]
         self._counts.decode_tokens += len(chunks)
         budget = max(self._max_step_tokens - len(chunks), 0)
         for sequence in self._active.values():
-            if budget > 0 and not sequence.decoding:
+            if budget > 0 and not sequence.decoding and not self.store.waits(sequence):
                 budget -= self._append_prefill(chunks, sequence, budget)
         while budget > 0 and (admitted := self._admit()) is not None:
-            budget -= self._append_prefill(chunks, admitted, budget)
+            if not self.store.waits(admitted):
+                budget -= self._append_prefill(chunks, admitted, budget)
         self._spend_rest(chunks, budget)
         if not chunks:
+            if self.store.num_under_way:
+                return self._wait_for_copies()
             if self.num_unfinished:
                 raise InternalError("sequences are left but none can run")
             return None
@@ -126,16 +132,24 @@ class Scheduler:
         chunks.sort(key=lambda chunk: chunk.end - chunk.start > 1)
         self._counts.steps += 1
         self._steps_to_boundary -= 1
-        return Step(tuple(chunks))
+        return Step(tuple(chunks), self.store.take_orders())
 
     def complete(
-        self, step: Step, results: Mapping[int, int | RowError], failed: Mapping[int, str] | None = None
+        self,
+        step: Step,
+        results: Mapping[int, int | RowError],
+        failed: Mapping[int, str] | None = None,
+        copied: Mapping[Copy, bool] | None = None,
     ) -> list[Sequence]:
         """Take the result of each chunk that `samples`, by sequence id; return who finished.
 
         A result is the sampled token, or the row's own failure (its logits were not finite). Sequences in
         `failed`, with the cause, have none: the part of the pass that held them raised (see `step_failed`).
+        `copied`: see `StepResult`.
         """
+        if copied:
+            self._counts.recomputed_tokens += self.store.settle(copied)
+            self._steps_to_boundary = 0
         finished = []
         for chunk in step.chunks:
             sequence = chunk.sequence
@@ -156,6 +170,7 @@ class Scheduler:
                 # Its keys and values may hold NaN: nobody may reuse its pages.
                 for page in sequence.pages:
                     self.pool.forget(page)
+                self.store.forget(sequence)
             else:
                 self._name_pages(sequence)
                 if not sequence.accept(result):
@@ -200,6 +215,7 @@ class Scheduler:
             "max_sequences": self._max_sequences,
             "pages": self.limits.num_pages,
             "pages_in_use": self.pool.num_in_use,
+            **self.store.statistics(),
         }
 
     def check(self) -> None:
@@ -209,7 +225,9 @@ class Scheduler:
             InternalError: pages leak or are counted twice, a queue holds a sequence in the wrong state,
                 or an active sequence has fewer pages than tokens computed.
         """
-        self.pool.check(sequence.pages for sequence in self._active.values())
+        active_pages = (sequence.pages for sequence in self._active.values())
+        self.pool.check((*active_pages, *self.store.device_pages()))
+        self.store.check((*self._suspended, *self._suspects.idle()), self._active.values())
         for queue, state in (
             (self._waiting, State.WAITING),
             (self._suspended, State.SUSPENDED),
@@ -240,19 +258,23 @@ class Scheduler:
     def _extend(self) -> None:
         """Page boundary: give every active sequence room for a page of tokens, oldest first."""
         self._counts.page_boundaries += 1
+        promised = 0
         for sequence in sorted(self._active.values(), key=lambda s: s.seq_id):
             if sequence.state is not State.ACTIVE:
                 continue  # yielded to an older one in this very loop
             missing = self._pages_wanted(sequence) - len(sequence.pages)
             if missing <= 0:
                 continue
-            while self.pool.num_available < missing:
+            # Pages that are still being copied come back before the reserve is used up, or it waits for them.
+            while self.pool.num_available + self.store.num_coming - promised < missing:
                 youngest = max(self._active.values(), key=lambda s: s.seq_id)
-                self._yield(youngest)
+                self._yield(youngest, checkpoint=True)
                 if youngest is sequence:
                     break
             if sequence.state is State.ACTIVE:
-                sequence.pages += self.pool.allocate(missing)
+                at_once = min(missing, self.pool.num_available)
+                sequence.pages += self.pool.allocate(at_once)
+                promised += missing - at_once
         # A full page of the reserve is left to everyone, or the sequence's own end comes before.
         self._steps_to_boundary = self.limits.page_tokens
 
@@ -290,6 +312,8 @@ class Scheduler:
 
     def _activate(self, sequence: Sequence, headroom: int = 0) -> bool:
         """Give a sequence its pages, shared ones first; False when too few are available."""
+        if self.store.waits(sequence):
+            return False
         page_tokens = self.limits.page_tokens
         shared: list[int] = []
         if self.limits.prefix_reuse:
@@ -306,9 +330,21 @@ class Scheduler:
         sequence.state = State.ACTIVE
         self._active[sequence.seq_id] = sequence
         self._counts.reused_tokens += sequence.num_computed
+        self.store.restore(sequence)
         if sequence.num_yields:
-            self._counts.recomputed_tokens += sequence.num_tokens - 1 - sequence.num_computed
+            there = max(sequence.num_computed, sequence.num_stored)
+            self._counts.recomputed_tokens += sequence.num_tokens - 1 - there
         return True
+
+    def _can_decode(self, sequence: Sequence) -> bool:
+        """Whether its keys and values are there, and the page for its newest token."""
+        if self.store.waits(sequence):
+            return False
+        return sequence.num_tokens <= len(sequence.pages) * self.limits.page_tokens
+
+    def _wait_for_copies(self) -> Step:
+        """Nothing can run before a copy has ended."""
+        return Step((), self.store.take_orders())
 
     def _next_boundary_pages(self) -> int:
         """Pages the active sequences will ask for when each has decoded one more page of tokens."""
@@ -352,8 +388,12 @@ class Scheduler:
 
     # Leaving.
 
-    def _yield(self, sequence: Sequence) -> None:
-        """Suspend: pages go back; its full pages stay reusable until their memory is needed."""
+    def _yield(self, sequence: Sequence, *, checkpoint: bool = False) -> None:
+        """Suspend: pages go back; its full pages stay reusable until their memory is needed.
+
+        A checkpoint keeps pages until they are copied, so none is made where they are needed at once.
+        """
+        self.store.suspend(sequence, checkpoint=checkpoint)
         self._leave(sequence)
         sequence.state = State.SUSPENDED
         sequence.num_yields += 1
@@ -380,11 +420,13 @@ class Scheduler:
         """A pass with one suspect only; others keep their pages while there is room."""
         if suspect.state is not State.ACTIVE:
             while not self._activate(suspect):
+                if self.store.num_coming:
+                    return self._wait_for_copies()
                 self._yield(max(self._active.values(), key=lambda s: s.seq_id))
         chunks: list[Chunk] = []
         self._append_prefill(chunks, suspect, self._max_step_tokens)
         self._counts.steps += 1
-        return Step(tuple(chunks))
+        return Step(tuple(chunks), self.store.take_orders())
 
     def _chunk_failed(self, step: Step, sequence: Sequence, cause: str) -> bool:
         """An active sequence's part of a pass raised: fail it if it ran alone (True), else suspect it."""

@@ -26,6 +26,7 @@ class Sequence:
         seq_id: position in the order of arrival.
         token_ids: prompt and generated tokens.
         num_computed: leading tokens whose keys and values are in `pages`.
+        num_stored: leading tokens whose keys and values the host tier holds while it is suspended.
         limit_tokens: prompt and output together at most.
         pages: block table.
         finish_reason, stop_reason, error: set when finished.
@@ -46,6 +47,7 @@ class Sequence:
         "num_computed",
         "num_named",
         "num_prompt",
+        "num_stored",
         "num_yields",
         "pages",
         "row_key",
@@ -84,6 +86,7 @@ class Sequence:
         self.pages: list[int] = []
         self.num_computed = 0
         self.num_named = 0
+        self.num_stored = 0
         self.num_yields = 0
         self.suspect = False
         self.finish_reason: str | None = None

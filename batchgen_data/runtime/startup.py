@@ -12,6 +12,7 @@ import torch
 from batchgen_data.config import EngineConfig, parse_bytes
 from batchgen_data.errors import ConfigError, PlanError
 from batchgen_data.models.attention import install, position_limit
+from batchgen_data.models.kv_checkpoint import KVCopies, host_page_bytes
 from batchgen_data.models.kv_pool import KVPool, LayerShape
 from batchgen_data.models.kv_staging import StagedKVPool, sub_batch_pages
 from batchgen_data.models.load import LoadedModel, ModelSource, load_model
@@ -98,8 +99,12 @@ def _start(
 ) -> Engine:
     shapes = install(loaded.model)
     context_tokens = _context_tokens(config, loaded)
-    pool = _kv_pool(config, shapes, device, context_tokens, share)
+    trace = OFF if config.trace is None else Trace()
+    pool = _kv_pool(config, shapes, device, context_tokens, share, trace)
     _install_points(loaded, config, staged=pool.sub_batch_pages is not None)
+    if loaded.weights is not None:
+        loaded.weights.trace = trace
+    host_pages = _checkpoint_pages(config, pool, context_tokens)
     executor = TorchExecutor(
         loaded.model,
         pool,
@@ -108,7 +113,8 @@ def _start(
         # Lanes would each want another layer's weights: streamed ones are used by all threads at once.
         num_threads=num_threads if device.type == "cpu" and loaded.weights is None else 1,
         weights=loaded.weights,
-        trace=OFF if config.trace is None else Trace(),
+        copies=KVCopies(pool, host_pages, host_path=config.host_path, trace=trace) if host_pages else None,
+        trace=trace,
         trace_path=config.trace,
     )
     limits = Limits(
@@ -119,6 +125,7 @@ def _start(
         max_chunk_tokens=-(-config.max_step_tokens // executor.num_threads),
         max_sequence_pages=pool.sub_batch_pages,
         prefix_reuse=config.prefix_reuse,
+        host_pages=host_pages,
     )
     engine = Engine(
         executor,
@@ -210,6 +217,7 @@ def _kv_pool(
     device: torch.device,
     context_tokens: int,
     share: Share,
+    trace: Trace,
 ) -> KVPool:
     page_tokens = config.page_tokens
     page_bytes = page_tokens * sum(shape.token_bytes for shape in shapes.values())
@@ -232,8 +240,26 @@ def _kv_pool(
     if staged_tokens < context_tokens:
         logger.warning("rows of more than %d tokens are refused: the KV staging holds no more", staged_tokens)
     return StagedKVPool(
-        shapes, num_pages, page_tokens, device, staging_bytes=staging_bytes, host_path=config.host_path
+        shapes,
+        num_pages,
+        page_tokens,
+        device,
+        staging_bytes=staging_bytes,
+        host_path=config.host_path,
+        trace=trace,
     )
+
+
+def _checkpoint_pages(config: EngineConfig, pool: KVPool, context_tokens: int) -> int:
+    """Pages of the host tier for suspended sequences; 0 where these are recomputed."""
+    if config.host_memory is None or config.kv_residence == "host":
+        return 0
+    host_bytes = parse_bytes(config.host_memory, "host_memory")
+    num_pages = _num_pages(
+        "a host tier", "host_memory", host_bytes, host_page_bytes(pool), config.page_tokens
+    )
+    # All sequences at their longest.
+    return min(num_pages, config.max_sequences * -(-context_tokens // config.page_tokens))
 
 
 def _kv_bytes(config: EngineConfig, device: torch.device, share: Share) -> int:

@@ -17,6 +17,8 @@ class Limits:
     that run side by side; None leaves it to `max_step_tokens`.
     `max_sequence_pages`: KV pages of one sequence at most, where attention reads pages of the host tier
     through a staging on the device; None where only `num_pages` limits them.
+    `host_pages`: KV pages of the host tier for checkpoints of suspended sequences; 0 recomputes them.
+    `least_restored_tokens`: fewer tokens than this are recomputed all the same.
     """
 
     num_pages: int
@@ -26,6 +28,8 @@ class Limits:
     max_chunk_tokens: int | None = None
     max_sequence_pages: int | None = None
     prefix_reuse: bool = True
+    host_pages: int = 0
+    least_restored_tokens: int = 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,11 +42,34 @@ class Chunk:
     samples: bool
 
 
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Copy:
+    """KV pages to copy between the device and the host tier; both sides are left alone until it has ended.
+
+    Attributes:
+        sequence: whose.
+        to_host: a checkpoint; else a restore.
+        device_pages, host_pages: of the same length, in the order of the sequence.
+        start, end: tokens they hold.
+    """
+
+    sequence: Sequence
+    to_host: bool
+    device_pages: tuple[int, ...]
+    host_pages: tuple[int, ...]
+    start: int
+    end: int
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Step:
-    """One forward pass: decoding sequences (one token each) first, then prefill chunks."""
+    """One forward pass: decoding sequences (one token each) first, then prefill chunks.
+
+    `copies` begin before it and may end later than it. A step without chunks waits until a copy has ended.
+    """
 
     chunks: tuple[Chunk, ...]
+    copies: tuple[Copy, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -57,10 +84,12 @@ class StepResult:
     Attributes:
         tokens: the sampled token, or the row's own failure, of each chunk that samples.
         failed: what the part of the pass raised that held the sequence; nothing it computed counts.
+        copied: copies that have ended since the last result, and whether they succeeded.
     """
 
     tokens: Mapping[int, int | RowError]
     failed: Mapping[int, str] = dataclasses.field(default_factory=dict)
+    copied: Mapping[Copy, bool] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(slots=True)

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from batchgen_data import LLM, ConfigError, PlanError, SamplingParams
-from batchgen_data.config import EngineConfig
 from batchgen_data.errors import DeviceError, InternalError
 from batchgen_data.models.kv_pool import KVPool, LayerShape, PagedBatch, Prefill
 from batchgen_data.models.kv_staging import StagedKVPool, sub_batch_pages
@@ -340,9 +339,3 @@ def test_tiers_have_sizes_of_their_own(folder):
     with LLM(folder, kv_residence="host", **OPTIONS) as llm:
         # All sequences at their longest, and no staging beyond that.
         assert llm.statistics()["pages"] == 16 * 256 // 4
-
-
-@pytest.mark.parametrize("option", [{"host_memory": "1GiB"}, {"host_path": "some/folder"}], ids=str)
-def test_a_host_tier_that_would_not_be_used_is_refused(option):
-    with pytest.raises(ConfigError, match='add kv_residence="host"'):
-        EngineConfig(**option)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import random
 from array import array
 
 from batchgen_data.errors import RowError
@@ -44,8 +45,15 @@ class FakeExecutor:
     missing recomputation) raises: schedules are checked, not just counted.
     """
 
-    def __init__(self, page_tokens: int):
+    def __init__(self, page_tokens: int, seed: int = 0):
         self.page_tokens = page_tokens
+        self.random = random.Random(seed)
+        self.copy_passes = (0, 0)  # that a copy goes on for, at least and at most
+        self.copy_fault = None  # called with the copy; whether it fails
+        self.host: dict[tuple[int, int], tuple[int, ...]] = {}
+        self.copies: dict = {}  # under way: passes left
+        self.num_copies = 0
+        self.num_restored = 0
         self.slots: dict[tuple[int, int], tuple[int, ...]] = {}
         self.num_steps = 0
         self.step_sizes: list[int] = []
@@ -55,6 +63,35 @@ class FakeExecutor:
         self.non_finite: set[int] = set()
 
     def run(self, step: Step) -> StepResult:
+        for copy in step.copies:
+            self.num_copies += 1
+            self.copies[copy] = self.random.randint(*self.copy_passes)
+        if not step.chunks:
+            assert self.copies, "a step without chunks waits for a copy"
+            return StepResult({}, copied=self._copy(min(self.copies.values())))
+        result = self._run_pass(step)
+        return StepResult(result.tokens, result.failed, self._copy(0))
+
+    def _copy(self, passes: int):
+        """So many passes later: end copies in any order; each reads and writes its pages at its very end."""
+        ended = [copy for copy, left in self.copies.items() if left <= passes]
+        self.copies = {copy: left - passes - 1 for copy, left in self.copies.items() if left > passes}
+        self.random.shuffle(ended)
+        return {copy: self._copied(copy) for copy in ended}
+
+    def _copied(self, copy) -> bool:
+        failed = self.copy_fault is not None and self.copy_fault(copy)
+        source, target = (self.slots, self.host) if copy.to_host else (self.host, self.slots)
+        pages = (copy.device_pages, copy.host_pages) if copy.to_host else (copy.host_pages, copy.device_pages)
+        for page_from, page_to in zip(*pages, strict=True):
+            for offset in range(self.page_tokens):
+                target.pop((page_to, offset), None)
+                if not failed and (page_from, offset) in source:
+                    target[page_to, offset] = source[page_from, offset]
+        self.num_restored += not (copy.to_host or failed)
+        return not failed
+
+    def _run_pass(self, step: Step) -> StepResult:
         self.num_steps += 1
         self.step_sizes.append(step.num_tokens)
         self.active_sizes.append(len(step.chunks))

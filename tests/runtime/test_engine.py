@@ -353,3 +353,17 @@ def test_case_53_memory_is_flat_over_500_batches(make_engine):
     assert not engine._sequences
     assert not engine._leaders
     assert engine.statistics()["pages_in_use"] == 0
+
+
+@pytest.mark.parametrize("copy_passes", [0, 40])
+def test_suspended_rows_come_back_from_the_host_tier(copy_passes, make_engine):
+    executor = FakeExecutor(PAGE_TOKENS)
+    executor.copy_passes = (0, copy_passes)
+    engine = make_engine(executor, num_pages=16, host_pages=100)
+    prompts = [[i] * 6 for i in range(6)]
+    outcomes = run(engine, [row(prompt, max_tokens=40) for prompt in prompts])
+    assert [outcome.token_ids for outcome in outcomes] == [expected(prompt, 40) for prompt in prompts]
+    statistics = engine.statistics()
+    assert statistics["restored_tokens"] > 0
+    assert statistics["recomputed_tokens"] == 0
+    assert statistics["host_pages_in_use"] == 0

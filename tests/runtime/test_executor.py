@@ -379,13 +379,17 @@ def test_options_that_cannot_work_are_refused(family, options, message, folders)
         LLM(folders(family), **SMALL, **options)
 
 
+def least_weights_memory(folder) -> int:
+    with pytest.raises(PlanError) as caught:
+        LLM(folder, **SMALL, weights_memory=1)
+    return int(re.search(r"at least ([\d,]+) bytes", str(caught.value))[1].replace(",", ""))
+
+
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_streamed_weights_are_read_once_for_all_sub_batches(family, folders, monkeypatch):
     monkeypatch.setattr(weight_files, "_MOST_READ_BYTES", 32768)
     want, _ = generate(folders(family))
-    with pytest.raises(PlanError) as caught:
-        LLM(folders(family), **SMALL, weights_memory=1)
-    least = int(re.search(r"at least ([\d,]+) bytes", str(caught.value))[1].replace(",", ""))
+    least = least_weights_memory(folders(family))
     found, statistics = generate(folders(family), weights_memory=least, attention_sub_batch=1)
     assert found == want
     assert statistics["weights"]["streamed_bytes"] > 0
@@ -403,6 +407,27 @@ def test_the_trace_is_written_when_the_engine_closes(folders, tmp_path):
         assert not path.exists()
     names = {event["name"] for event in json.loads(path.read_text())["traceEvents"]}
     assert names >= {"pass", "forward", "sampling", "sub-batch 0", "sub-batch 2", "model.layers.1.mlp"}
+
+
+def test_the_trace_shows_weight_reads_and_kv_copies_on_lines_of_their_own(folders, tmp_path):
+    path = tmp_path / "out.json"
+    options = {**SMALL, "kv_memory": "64KiB", "kv_residence": "host", "host_memory": "1MiB"}
+    options["weights_memory"] = least_weights_memory(folders("mixtral"))
+    with LLM(folders("mixtral"), **options, trace=str(path), attention_sub_batch=2) as llm:
+        llm.generate(prompts(), SETTINGS)
+    events = json.loads(path.read_text())["traceEvents"]
+    tracks = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    found = {name: [] for name in ("prefetch", "stage", "write back", "model.layers.1.mlp", "sub-batch 1")}
+    for event in events:
+        if event["ph"] == "X" and event["name"] in found:
+            found[event["name"]].append(event)
+    assert all(found.values())
+    lines = {name: {tracks[event["tid"]] for event in spans} for name, spans in found.items()}
+    assert lines["stage"] == lines["write back"] == {"KV copies"}
+    assert all(line.startswith("batchgen-read") for line in lines["prefetch"])
+    assert min(event["args"]["bytes"] for event in found["prefetch"]) > 0
+    assert sum(event["args"]["bytes"] for event in found["stage"]) > 0
+    assert min(event["args"]["bytes"] for event in found["write back"]) > 0
 
 
 def test_a_trace_that_cannot_be_written_is_said_and_costs_no_row(folders, tmp_path, caplog):
