@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from batchgen_data.callbacks import Callbacks
 from batchgen_data.config import EngineConfig
 from batchgen_data.errors import (
     BatchgenError,
+    CallbackError,
     CommitError,
     ConfigError,
     DeviceError,
@@ -22,6 +24,7 @@ from batchgen_data.errors import (
 from batchgen_data.prompts import PromptSpec
 from batchgen_data.sampling import SamplingParams
 from batchgen_data.schema import Outcome
+from batchgen_data.shipped_callbacks import Int8KV, PromptLookup
 
 if TYPE_CHECKING:
     from batchgen_data.llm import LLM
@@ -33,16 +36,20 @@ __all__ = [
     "LLM",
     "BatchGenLLM",
     "BatchgenError",
+    "CallbackError",
+    "Callbacks",
     "CommitError",
     "ConfigError",
     "DeviceError",
     "EngineConfig",
     "InputError",
+    "Int8KV",
     "InternalError",
     "JobError",
     "Outcome",
     "PlanError",
     "PromptError",
+    "PromptLookup",
     "PromptSpec",
     "PromptTooLongError",
     "RowError",

@@ -139,6 +139,10 @@ class SharedOptions:
     trace: Annotated[
         str | None, _option(_MODEL, "Write where the time of the first passes went, for chrome://tracing.")
     ] = None
+    callbacks: Annotated[
+        list[str] | None,
+        _option(_MODEL, "Shipped callback: prompt-lookup or int8-kv; may be repeated.", "--callback"),
+    ] = None
     format: Annotated[str | None, _option(_RUN, "parquet, jsonl or csv; default: by each file's name.")] = (
         None
     )
@@ -329,7 +333,10 @@ def _job_config(inputs: list[str], options: SharedOptions) -> JobConfig:
         inputs=tuple(inputs),
         apply_chat_template=not options.raw,
         sampling=_sampling(options),
-        engine={name: value for name in engine_names if (value := getattr(options, name, None)) is not None},
+        # typer gives an empty list for a repeatable option that is not there.
+        engine={
+            name: value for name in engine_names if (value := getattr(options, name, None)) not in (None, [])
+        },
         **given,
     )
 

@@ -8,7 +8,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from batchgen_data.callbacks import Callbacks
 from batchgen_data.errors import ConfigError, nearest
+from batchgen_data.shipped_callbacks import as_callbacks
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 
@@ -80,6 +82,8 @@ class EngineConfig:
         host_path: a folder for the host tier as a file; None keeps it in memory.
         trace: a file to write when the engine closes: where the time of its first 200 passes went, for
             Perfetto or chrome://tracing. Each engine of a process or job needs its own.
+        callbacks: objects of subclasses of `Callbacks`, or names of shipped ones ("prompt-lookup",
+            "int8-kv"); see docs/callbacks.md.
     """
 
     device: str = "auto"
@@ -100,6 +104,7 @@ class EngineConfig:
     host_memory: int | str | None = None
     host_path: str | None = None
     trace: str | None = None
+    callbacks: tuple[Callbacks | str, ...] = ()
 
     def __post_init__(self) -> None:
         for field in (
@@ -137,6 +142,7 @@ class EngineConfig:
             )
         if self.yield_at is not None:
             object.__setattr__(self, "yield_at", _patterns(self.yield_at))
+        object.__setattr__(self, "callbacks", _checked_callbacks(self.callbacks))
         if self.trace is not None and not (isinstance(self.trace, str) and self.trace):
             raise ConfigError(f"trace must be the path of a file, not {self.trace!r}")
         fraction = self.kv_memory_fraction
@@ -166,6 +172,15 @@ def _patterns(value: Any) -> tuple[str, ...]:
     if not named or not patterns:
         raise ConfigError(f"yield_at must be a pattern or a list of patterns of module names, not {value!r}")
     return tuple(patterns)
+
+
+def _checked_callbacks(value: Any) -> tuple[Callbacks | str, ...]:
+    """As they were given: a shipped one stays a name until an engine starts, so that records can show it."""
+    items = (value,) if isinstance(value, Callbacks | str) else value
+    if not isinstance(items, list | tuple):
+        raise ConfigError(f"callbacks must be a list of callbacks, not {type(value).__name__}")
+    as_callbacks(items)
+    return tuple(items)
 
 
 def check_names(options: Mapping[str, Any], known: list[str], *, also: tuple[str, ...] = ()) -> None:

@@ -3,6 +3,7 @@
     BatchgenError
     ├─ ConfigError(ValueError)     the caller asked for something impossible; nothing has run
     │   ├─ PlanError               does not fit: bytes needed, bytes present
+    │   ├─ CallbackError           a callback raised, or answered what cannot be; the run stops
     │   └─ UnsafeModelError        pickle weights, remote code, an escaping path
     ├─ JobError                    a run stopped; finished work is kept
     │   ├─ InputError              a file cannot be read: file, row group, cause
@@ -35,6 +36,10 @@ class ConfigError(BatchgenError, ValueError):
 
 class PlanError(ConfigError):
     """The model or its cache does not fit; the message names bytes needed and bytes present."""
+
+
+class CallbackError(ConfigError):
+    """A callback raised, or answered what cannot be; the message names it, and the run stops."""
 
 
 class UnsafeModelError(ConfigError):

@@ -201,7 +201,7 @@ def test_options_reach_the_stage(fake: Fake) -> None:
         "9",
     ]
     options += ["--raw", "--on-null", "error", "--num-threads", "2", "--generated-tokens", "--revision", "v1"]
-    options += ["--tokenizer", "org/other"]
+    options += ["--tokenizer", "org/other", "--callback", "prompt-lookup", "--callback", "int8-kv"]
     options += ["--logit-bias", '{"5": -1}', "--stop-token-id", "4", "--ignore-eos", "--output-prefix", "r_"]
     assert cli.main(["run", "a.parquet", *RUN, *options]) == 0
     assert pq.read_table("out/data/a-00000.parquet").column("r_generated_tokens").to_pylist() == [[1, 2]]
@@ -220,6 +220,7 @@ def test_options_reach_the_stage(fake: Fake) -> None:
         "apply_chat_template": False,
         "on_null": "error",
         "num_threads": 2,
+        "callbacks": ["prompt-lookup", "int8-kv"],
         "generated_tokens": True,
         "revision": "v1",
         "tokenizer": "org/other@pinned",
@@ -229,6 +230,7 @@ def test_options_reach_the_stage(fake: Fake) -> None:
     assert {name: job.options[name] for name in expected} == expected
     record = json.loads(Path("out/_batchgen/run.json").read_text())
     assert record["settings"]["tokenizer"] == "org/other"
+    assert record["settings"]["engine"]["callbacks"] == ["prompt-lookup", "int8-kv"]
     assert record["tokenizer"] == "org/other@pinned"
 
 
@@ -553,6 +555,7 @@ def test_option_names_are_frozen() -> None:
         *("num_rows", "chat_template_kwargs", "control_tokens"),
         *("max_failed_rows", "retry_failed", "overwrite"),
         *("weights_memory", "kv_residence", "host_memory", "host_path", "attention_sub_batch", "trace"),
+        "callbacks",
     }
     assert set(SamplingParams.__dataclass_fields__) <= names
 

@@ -8,7 +8,10 @@ import pytest
 import torch
 
 from batchgen_kernels import (
+    Int8Pages,
     cpu,
+    cpu_int8,
+    int8,
     kv_append,
     mla,
     mla_attention_decode,
@@ -133,7 +136,7 @@ def test_without_a_folder_for_compiled_code_it_compiles_for_itself(monkeypatch):
         values[0] += 1
 
     values = np.zeros(1)
-    cpu._compiled()(add_one)(values)
+    cpu.compiled()(add_one)(values)
     assert values[0] == 1
     with pytest.raises(RuntimeError, match="no locator"):
         numba.njit(cache=True)(add_one)
@@ -196,3 +199,93 @@ def test_long_chunks_expand_heads_and_short_ones_do_not(monkeypatch):
         expanded.clear()
         mla_attention_extend(torch.randn(chunk, 1, 192), c_pages, up, tables[0].long(), 600, scale=0.1)
         assert len(expanded) == times, chunk
+
+
+def int8_case(lengths, **options):
+    """`paged_case`, and the same sequences as int8; slots that no sequence owns have NaN scales."""
+    q, k_pages, v_pages, tables, lens, dense = paged_case(lengths, **options)
+    pages = []
+    for x in (k_pages, v_pages):
+        values = torch.randint(-127, 128, x.shape, dtype=torch.int8)
+        pages.append(Int8Pages(values, torch.full(x.shape[:3], float("nan"))))
+    for row, length in enumerate(lengths):
+        position = torch.arange(length)
+        page_tokens = k_pages.shape[2]
+        page_idx = tables[row].long()[position // page_tokens]
+        k, v = (x.transpose(0, 1) for x in dense[row])
+        kv_append(k, v, *pages, page_idx, position % page_tokens)
+    return q, *pages, tables, lens, dense
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("lengths", [[1], [16, 17, 1, 64, 100], [1000, 3]], ids=str)
+def test_int8_decode_equals_its_reference_and_nearly_the_dense_formula(lengths, options):
+    options = dict(options)
+    q, k_pages, v_pages, tables, lens, dense = int8_case(lengths)
+    if options.pop("sinks", False):
+        options["sinks_H"] = torch.linspace(-1, 2, q.shape[1])
+    got = paged_attention_decode(q, k_pages, v_pages, tables, lens, scale=0.3, **options)
+    ref = int8.paged_attention_decode(q, k_pages, v_pages, tables, lens, scale=0.3, **options)
+    plain = torch.cat(
+        [reference.attention(q[i : i + 1], k, v, scale=0.3, **options) for i, (k, v) in enumerate(dense)]
+    )
+    torch.testing.assert_close(got, ref, atol=TOLERANCE[torch.float32], rtol=0)
+    # 0.4 % of the largest of 16 numbers, in keys and in values.
+    torch.testing.assert_close(ref, plain, atol=0.05, rtol=0)
+
+
+def test_int8_decode_takes_any_head_shape():
+    for size_k, size_v, heads, kv_heads in [(24, 16, 4, 4), (64, 64, 9, 3), (128, 128, 8, 1)]:
+        q, k_pages, v_pages, tables, lens, _ = int8_case(
+            [7, 40, 33], size_k=size_k, size_v=size_v, heads=heads, kv_heads=kv_heads
+        )
+        got = paged_attention_decode(q, k_pages, v_pages, tables, lens, scale=0.1)
+        ref = int8.paged_attention_decode(q, k_pages, v_pages, tables, lens, scale=0.1)
+        torch.testing.assert_close(got, ref, atol=TOLERANCE[torch.float32], rtol=0)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_an_int8_chunk_equals_its_tokens_one_by_one(options):
+    options = dict(options)
+    _, k_pages, v_pages, tables, _, _ = int8_case([37])
+    if options.pop("sinks", False):
+        options["sinks_H"] = torch.linspace(-1, 2, 6)
+    q = torch.randn(7, 6, 16, generator=torch.Generator().manual_seed(1))
+    got = paged_attention_extend(q, k_pages, v_pages, tables[0].long(), 37, scale=0.3, **options)
+    one_by_one = paged_attention_decode(
+        q, k_pages, v_pages, tables.expand(7, -1), torch.arange(31, 38).int(), scale=0.3, **options
+    )
+    torch.testing.assert_close(got, one_by_one, atol=TOLERANCE[torch.float32], rtol=0)
+
+
+def test_int8_numbers_are_equal_to_the_bit_on_both_paths_and_off_by_half_a_step_at_most():
+    x = torch.randn(5, 2, 16, generator=torch.Generator().manual_seed(3))
+    x[1] = 0.0
+    x[2, 0, 3] = 1e6
+    x[3] *= 1e-30
+    page_idx, offset = torch.tensor([0, 0, 1, 1, 2]), torch.tensor([0, 3, 1, 2, 0])
+    written = []
+    for module in (cpu_int8, int8):
+        pages = [
+            Int8Pages(torch.zeros(3, 2, 4, 16, dtype=torch.int8), torch.zeros(3, 2, 4)) for _ in range(2)
+        ]
+        module.kv_append(x, 2 * x, *pages, page_idx, offset)
+        written.append(pages)
+    for compiled, truth in zip(*written, strict=True):
+        assert torch.equal(compiled.values, truth.values)
+        assert torch.equal(compiled.scales, truth.scales)
+    values, scales = int8.quantise(x)
+    assert ((values * scales.unsqueeze(-1) - x).abs() <= scales.unsqueeze(-1) * 0.5001).all()
+    assert (values[1] == 0).all()
+
+
+def test_nan_in_int8_pages_is_not_lost():
+    x = torch.randn(1, 2, 16)
+    x[0, 1, 5] = float("nan")
+    for module in (cpu_int8, int8):
+        pages = [
+            Int8Pages(torch.zeros(1, 2, 4, 16, dtype=torch.int8), torch.zeros(1, 2, 4)) for _ in range(2)
+        ]
+        module.kv_append(x, x, *pages, torch.tensor([0]), torch.tensor([0]))
+        assert torch.isfinite(pages[0].scales[0, 0, 0])
+        assert torch.isnan(pages[0].scales[0, 1, 0])

@@ -18,6 +18,7 @@ from batchgen_data.job.files import LocalFiles, file_digest
 from batchgen_data.job.inputs import InputFile, local_stat
 from batchgen_data.job.shards import Shard, choose_shard_rows, plan_shards
 from batchgen_data.job.store import Places
+from batchgen_data.shipped_callbacks import is_int8
 
 MANIFEST_FORMAT = 1
 # Options that decide what a row's outcome is. All others (workers, memory, batch sizes) do not.
@@ -139,6 +140,8 @@ def describe_job(job: CheckedJob, *, generation: int, before: Manifest | None = 
     fields = {name: getattr(config, name) for name in _JOB_FIELDS}
     fields["sampling"] = config.sampling.to_dict()
     fields |= {name: config.engine.get(name) for name in _ENGINE_FIELDS}
+    # The only one of the shipped callbacks that changes tokens.
+    fields["kv"] = "int8" if any(map(is_int8, config.engine.get("callbacks") or ())) else None
     fields["model"] = model_identity(str(job.options["model"]), job.options["revision"])
     tokenizer = job.options["tokenizer"]
     fields["tokenizer"] = tokenizer and model_identity(str(tokenizer), None)

@@ -49,7 +49,7 @@ class KVCopies:
     """Carries out the copies that a scheduler orders. Used by one thread; another one copies.
 
     Args:
-        pool: the device's pages.
+        pool: the device's pages; they cannot become int8 any more.
         num_pages: H.
         host_path: folder of a file for the host tier; None keeps it in memory, pinned for a GPU.
         trace: where to record copies.
@@ -66,6 +66,7 @@ class KVCopies:
         self._device_pages = [
             pages for layer in pool.k for pages in (pool.k[layer], pool.v[layer]) if pages.numel()
         ]
+        pool.is_copied = True
         device = self._device_pages[0].device
         self._page_bytes = host_page_bytes(pool)
         self._tier: _Tier

@@ -122,6 +122,11 @@ class StagedKVPool(KVPool):
         self._copier = CopyThread(device, "batchgen-kv")
         self._failed_write: BaseException | None = None
 
+    @property
+    def quantise_obstacle(self) -> str | None:
+        """Why the pool cannot become int8."""
+        return 'KV lives in the host tier (kv_residence="host")'
+
     def begin_pass(self) -> None:
         """Forget the sub-batches of the last pass."""
         self._parts = []

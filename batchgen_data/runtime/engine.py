@@ -17,10 +17,12 @@ from typing import Any, Protocol
 
 import torch
 
+from batchgen_data.callbacks import Callbacks
 from batchgen_data.errors import BatchgenError, DeviceError, InternalError, PromptTooLongError, RowError
 from batchgen_data.prompts import EncodedRow
 from batchgen_data.runtime.faults import first_line, is_device_fault, is_out_of_memory
 from batchgen_data.runtime.finished_rows import FinishedRows
+from batchgen_data.runtime.hooks import Hooks
 from batchgen_data.runtime.scheduler import Scheduler
 from batchgen_data.runtime.sequence import Sequence as RunningSequence
 from batchgen_data.runtime.step import Limits, Step, StepResult
@@ -55,6 +57,7 @@ class Engine:
         eos_token_ids: tokens that end a generation.
         vocab_size: token ids are below it; a row that names another fails.
         num_threads: CPU threads of the engine thread; None leaves PyTorch's setting.
+        callbacks: what to ask about rows and memory.
         check: assert the scheduler's invariants after every step (slow; for tests).
     """
 
@@ -68,9 +71,12 @@ class Engine:
         eos_token_ids: frozenset[int],
         vocab_size: int,
         num_threads: int | None = None,
+        callbacks: Sequence[Callbacks] = (),
         check: bool = False,
     ) -> None:
-        self.scheduler = Scheduler(limits)
+        kv = getattr(executor, "pool", None)
+        hooks = Hooks(callbacks, vocab_size=vocab_size, kv=kv) if callbacks else None
+        self.scheduler = Scheduler(limits, hooks)
         self.context_tokens = context_tokens
         self._executor: Executor | None = executor
         self._tokenizer = tokenizer
@@ -101,6 +107,8 @@ class Engine:
             "generated_tokens": 0,
         }
         self._seconds = {"schedule_s": 0.0, "run_s": 0.0, "idle_s": 0.0}
+        if hooks is not None:
+            hooks.start(self.scheduler)
         self._thread = threading.Thread(target=self._main, name="batchgen-engine", daemon=True)
         self._thread.start()
 
@@ -108,8 +116,10 @@ class Engine:
         """Hand over rows; those that already failed keep their error as outcome. Returns at once.
 
         Raises:
-            BatchgenError: the engine has stopped.
+            BatchgenError: the engine has stopped, or a callback called it: it would wait for itself.
         """
+        if threading.current_thread() is self._thread:
+            raise BatchgenError("a callback must not generate with the engine it runs in")
         ticket = Ticket(self, rows)
         with self._wake:
             if self._fatal is not None:
@@ -133,12 +143,18 @@ class Engine:
 
     def statistics(self) -> dict[str, Any]:
         """Totals since the start: rows, tokens, yields, reuse, and where the seconds went."""
-        details = {
+        details: dict[str, Any] = {
             name: asdict(value)
             for name in ("timings", "coroutine", "weights", "kv_copies")
             if (value := getattr(self._executor, name, None)) is not None
         }
-        return {**self._counts, **self._seconds, **self.scheduler.statistics(), **details}
+        scheduled = self.scheduler.statistics()
+        # A pass counts one token of each row that samples; what drafts added is counted where it is taken.
+        generated_tokens = self._counts["generated_tokens"] + scheduled["accepted_draft_tokens"]
+        counts = {**self._counts, "generated_tokens": generated_tokens}
+        if (pool := getattr(self._executor, "pool", None)) is not None:
+            details["kv_int8"] = pool.quantised
+        return {**counts, **self._seconds, **scheduled, **details}
 
     def close(self) -> None:
         """Stop the thread; waiting callers get an error. Safe to call twice."""

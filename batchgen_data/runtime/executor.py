@@ -15,15 +15,15 @@ from concurrent.futures import ThreadPoolExecutor, wait
 import torch
 from transformers import PreTrainedModel
 
-from batchgen_data.errors import RowError
 from batchgen_data.models.experts import experts_per_choice
 from batchgen_data.models.kv_checkpoint import CopyCounts, KVCopies
 from batchgen_data.models.kv_pool import KVPool, PagedBatch, Prefill
 from batchgen_data.models.weights import WeightCounts, WeightStream
 from batchgen_data.runtime.coroutine import CoroutineCounts, run_sub_batches
+from batchgen_data.runtime.drafts import kept, places
 from batchgen_data.runtime.faults import aborts_pass, first_line
 from batchgen_data.runtime.sampler import sample
-from batchgen_data.runtime.step import Chunk, Step, StepResult
+from batchgen_data.runtime.step import Chunk, Sampled, Step, StepResult
 from batchgen_data.runtime.sub_batches import cut
 from batchgen_data.runtime.trace import OFF, Trace
 
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 # The chunks that run as one unit.
 _Part = tuple[Chunk, ...]
-_Tokens = dict[int, int | RowError]
+_Tokens = dict[int, Sampled | tuple[Sampled, ...]]
 
 
 @dataclasses.dataclass(slots=True)
@@ -223,14 +223,19 @@ class TorchExecutor:
             return error
 
     def _sample(self, logits: torch.Tensor, chunks: _Part, track: str) -> _Tokens:
-        sequences = [chunk.sequence for chunk in chunks if chunk.samples]
-        if not sequences:
+        sampling = [chunk for chunk in chunks if chunk.samples]
+        if not sampling:
             return {}
         started = time.perf_counter()
-        with self.trace.span("sampling", track, sequences=len(sequences)):
-            results = sample(logits, sequences)
+        with self.trace.span("sampling", track, sequences=len(sampling)):
+            results = iter(sample(logits, [place for chunk in sampling for place in places(chunk)]))
         self.timings.sample_s += time.perf_counter() - started
-        return {sequence.seq_id: result for sequence, result in zip(sequences, results, strict=True)}
+        return {
+            chunk.sequence.seq_id: kept(chunk.draft, [next(results) for _ in range(len(chunk.draft) + 1)])
+            if chunk.draft
+            else next(results)
+            for chunk in sampling
+        }
 
     def _parts(self, step: Step) -> list[_Part]:
         if self._in_turns:
@@ -252,10 +257,11 @@ class TorchExecutor:
             sizes[lane] += chunk.end - chunk.start
         if max(sizes) > _MOST_LANE_SHARE * step.num_tokens / num_lanes:
             return [step.chunks]  # one long chunk: its products are shared by all threads instead
-        return [tuple(reversed(lane)) for lane in lanes]
+        # Decoded tokens first again.
+        return [tuple(sorted(lane, key=lambda chunk: not chunk.singly)) for lane in lanes]
 
     def _forward(self, chunks: _Part) -> Callable[[], torch.Tensor]:
-        """Pack one sub-batch; the returned closure gives the logits [rows that sample, vocabulary]."""
+        """Pack one sub-batch; the returned closure gives the logits [places sampled from, vocabulary]."""
         device = self.device
         page_tokens = self.pool.page_tokens
         tokens: list[int] = []
@@ -266,12 +272,16 @@ class TorchExecutor:
             sequence = chunk.sequence
             span = range(chunk.start, chunk.end)
             tokens += sequence.token_ids[chunk.start : chunk.end]
+            tokens += chunk.draft
             positions += span
             pages = sequence.pages
             page_idx += [pages[at // page_tokens] for at in span]
             if chunk.samples:
-                sampled_at.append(len(tokens) - 1)
-        num_decode = next((i for i, chunk in enumerate(chunks) if chunk.end - chunk.start > 1), len(chunks))
+                sampled_at += range(len(tokens) - 1 - len(chunk.draft), len(tokens))
+        num_singly = next((i for i, chunk in enumerate(chunks) if not chunk.singly), len(chunks))
+        # One entry for each token: those of a draft have the same pages and one length more each.
+        singly = [chunk for chunk in chunks[:num_singly] for _ in range(chunk.start, chunk.end)]
+        num_decode = len(singly)
         position_ids = torch.tensor(positions, device=device)
         paged = self.pool.place(
             PagedBatch(
@@ -279,11 +289,9 @@ class TorchExecutor:
                 page_idx=torch.tensor(page_idx, device=device),
                 offset=position_ids % page_tokens,
                 num_decode=num_decode,
-                block_tables=self._block_tables(chunks[:num_decode]),
-                lengths=torch.tensor(
-                    [chunk.end for chunk in chunks[:num_decode]], dtype=torch.int32, device=device
-                ),
-                prefills=self._prefills(chunks, num_decode),
+                block_tables=self._block_tables(singly),
+                lengths=torch.tensor(positions[:num_decode], dtype=torch.int32, device=device) + 1,
+                prefills=self._prefills(chunks[num_singly:], num_decode),
             )
         )
         input_ids = torch.tensor(tokens, device=device).unsqueeze(0)
@@ -302,15 +310,14 @@ class TorchExecutor:
 
         return forward
 
-    def _block_tables(self, chunks: tuple[Chunk, ...]) -> torch.Tensor:
+    def _block_tables(self, chunks: list[Chunk]) -> torch.Tensor:
         widest = max((len(chunk.sequence.pages) for chunk in chunks), default=0)
         tables = [chunk.sequence.pages + [0] * (widest - len(chunk.sequence.pages)) for chunk in chunks]
         return torch.tensor(tables, dtype=torch.int32, device=self.device)
 
-    def _prefills(self, chunks: tuple[Chunk, ...], num_decode: int) -> tuple[Prefill, ...]:
+    def _prefills(self, chunks: _Part, first: int) -> tuple[Prefill, ...]:
         prefills = []
-        first = num_decode
-        for chunk in chunks[num_decode:]:
+        for chunk in chunks:
             num_pages = -(-chunk.end // self.pool.page_tokens)
             page_ids = torch.tensor(chunk.sequence.pages[:num_pages], device=self.device)
             last = first + chunk.end - chunk.start

@@ -50,6 +50,12 @@ class PagePool:
         """Pages with at least one user."""
         return self.num_pages - self.num_available
 
+    def grow(self, count: int) -> None:
+        """Add `count` free pages, with the ids after those there are."""
+        self._free = [*range(self.num_pages + count - 1, self.num_pages - 1, -1), *self._free]
+        self._users += [0] * count
+        self.num_pages += count
+
     def allocate(self, count: int) -> list[int]:
         """Take `count` unnamed pages; the caller has checked `num_available`.
 

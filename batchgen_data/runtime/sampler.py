@@ -9,12 +9,17 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from batchgen_data.errors import RowError
-from batchgen_data.runtime.sequence import Sequence
+from batchgen_data.runtime.drafts import Ahead
+from batchgen_data.runtime.sequence import Sequence as RunningSequence
+
+# What is sampled for: a sequence as it is, or as it is if a draft is right.
+Place = RunningSequence | Ahead
 
 # Rows drawn at once: 32 x 150,000 weights are 19 MB.
 _ROWS_AT_ONCE = 32
@@ -65,7 +70,7 @@ def uniforms(keys: np.ndarray, positions: np.ndarray, sample_idx: int = 0) -> np
     return bits.astype(np.float64) * 2.0**-53
 
 
-def sample(logits: torch.Tensor, sequences: list[Sequence]) -> list[int | RowError]:
+def sample(logits: torch.Tensor, sequences: Sequence[Place]) -> list[int | RowError]:
     """Pick the next token of each sequence.
 
     Args:
@@ -99,7 +104,7 @@ def sample(logits: torch.Tensor, sequences: list[Sequence]) -> list[int | RowErr
     return results
 
 
-def _changes_logits(sequence: Sequence) -> bool:
+def _changes_logits(sequence: Place) -> bool:
     sampling = sequence.sampling
     return bool(
         sampling.logit_bias
@@ -110,7 +115,7 @@ def _changes_logits(sequence: Sequence) -> bool:
     )
 
 
-def _sample_rows(logits: torch.Tensor, sequences: list[Sequence]) -> list[int]:
+def _sample_rows(logits: torch.Tensor, sequences: list[Place]) -> list[int]:
     for row, sequence in enumerate(sequences):
         if _changes_logits(sequence):
             _shape_logits(logits[row], sequence)
@@ -123,7 +128,7 @@ def _sample_rows(logits: torch.Tensor, sequences: list[Sequence]) -> list[int]:
     return picked
 
 
-def _shape_logits(logits: torch.Tensor, sequence: Sequence) -> None:
+def _shape_logits(logits: torch.Tensor, sequence: Place) -> None:
     """Apply bias, minimum length and penalties to one row, in place."""
     sampling = sequence.sampling
     if sampling.logit_bias:
@@ -143,7 +148,7 @@ def _shape_logits(logits: torch.Tensor, sequence: Sequence) -> None:
         logits[distinct] -= sampling.frequency_penalty * counts + sampling.presence_penalty
 
 
-def _draw(logits: torch.Tensor, sequences: list[Sequence]) -> list[int]:
+def _draw(logits: torch.Tensor, sequences: list[Place]) -> list[int]:
     temperature = logits.new_tensor([[sequence.sampling.temperature] for sequence in sequences])
     # Shifted first: a tiny temperature would turn large logits into infinities otherwise.
     logits = (logits - logits.amax(dim=-1, keepdim=True)) / temperature
@@ -164,7 +169,7 @@ def _draw(logits: torch.Tensor, sequences: list[Sequence]) -> list[int]:
     return tokens
 
 
-def _limits_tokens(sequence: Sequence) -> bool:
+def _limits_tokens(sequence: Place) -> bool:
     sampling = sequence.sampling
     return sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0
 
@@ -192,7 +197,7 @@ def _draw_any(logits: torch.Tensor, draws: np.ndarray) -> list[int]:
 
 
 def _draw_likely(
-    logits: torch.Tensor, likely: tuple[torch.Tensor, torch.Tensor], sequence: Sequence, draw: float
+    logits: torch.Tensor, likely: tuple[torch.Tensor, torch.Tensor], sequence: Place, draw: float
 ) -> int:
     """Draw among the tokens that min-p, top-k and top-p leave, likeliest first.
 

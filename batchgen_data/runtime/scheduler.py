@@ -15,14 +15,18 @@ import dataclasses
 import itertools
 from bisect import insort
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING
 
 from batchgen_data.errors import InternalError, RowError
 from batchgen_data.runtime.host_store import HostStore
 from batchgen_data.runtime.pages import PagePool
 from batchgen_data.runtime.sequence import Sequence, State
-from batchgen_data.runtime.step import Chunk, Copy, Counts, Limits, Step
+from batchgen_data.runtime.step import Chunk, Copy, Counts, Limits, Sampled, Step
 from batchgen_data.runtime.suspects import Suspects
+
+if TYPE_CHECKING:
+    from batchgen_data.runtime.hooks import Hooks
 
 RESERVE_PAGES = 2
 # How far past sequences that wait for a page of the current pass to look for others.
@@ -34,10 +38,15 @@ class Scheduler:
 
     Progress: the oldest active sequence is never made to yield, and `add` refuses a sequence that could
     not run alone, so every accepted sequence finishes.
+
+    Args:
+        limits: what it may use.
+        hooks: asks callbacks; None where there are none.
     """
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, hooks: Hooks | None = None) -> None:
         self.limits = limits
+        self._hooks = hooks
         self.pool = PagePool(limits.num_pages, limits.page_tokens)
         self.store = HostStore(limits, self.pool)
         self._waiting: deque[Sequence] = deque()
@@ -60,6 +69,32 @@ class Scheduler:
     def num_unfinished(self) -> int:
         """Sequences waiting, suspended or active."""
         return len(self._waiting) + len(self._suspended) + len(self._active) + len(self._suspects.idle())
+
+    @property
+    def active(self) -> Collection[Sequence]:
+        """Sequences with pages, for reading."""
+        return self._active.values()
+
+    @property
+    def suspended(self) -> Collection[Sequence]:
+        """Sequences that yielded, for reading."""
+        return self._suspended
+
+    @property
+    def waiting(self) -> Collection[Sequence]:
+        """Sequences that have not run yet, for reading."""
+        return self._waiting
+
+    def admit_first(self, sequences: Collection[Sequence]) -> None:
+        """Let these waiting sequences be admitted before the others, in their order."""
+        first = {sequence.seq_id: sequence for sequence in sequences}
+        others = [sequence for sequence in self._waiting if sequence.seq_id not in first]
+        self._waiting = deque([*first.values(), *others])
+
+    def add_pages(self, count: int) -> None:
+        """The pool holds more pages now; those in use keep their ids."""
+        self.limits = dataclasses.replace(self.limits, num_pages=self.limits.num_pages + count)
+        self.pool.grow(count)
 
     def add(self, sequence: Sequence) -> bool:
         """Queue a new sequence; one that can never fit fails at once and False is returned."""
@@ -107,6 +142,8 @@ class Scheduler:
         if self._suspects:
             return self._plan_alone(self._suspects.oldest)
         if self._steps_to_boundary <= 0:
+            if self._hooks is not None and self._waiting:
+                self._hooks.refill()
             self._extend()
         chunks = [
             Chunk(sequence, sequence.num_computed, sequence.num_tokens, True)
@@ -122,14 +159,19 @@ class Scheduler:
             if not self.store.waits(admitted):
                 budget -= self._append_prefill(chunks, admitted, budget)
         self._spend_rest(chunks, budget)
+        if self._hooks is not None:
+            room_tokens = self._max_step_tokens - sum(chunk.end - chunk.start for chunk in chunks)
+            self._counts.drafted_tokens += self._hooks.draft(
+                chunks, room_tokens, self._counts.page_boundaries
+            )
         if not chunks:
             if self.store.num_under_way:
                 return self._wait_for_copies()
             if self.num_unfinished:
                 raise InternalError("sequences are left but none can run")
             return None
-        # Decode tokens first: single-token chunks of any kind are attended to as one batch.
-        chunks.sort(key=lambda chunk: chunk.end - chunk.start > 1)
+        # Decode tokens first: single-token chunks of any kind, and drafts, are attended to as one batch.
+        chunks.sort(key=lambda chunk: not chunk.singly)
         self._counts.steps += 1
         self._steps_to_boundary -= 1
         return Step(tuple(chunks), self.store.take_orders())
@@ -137,20 +179,21 @@ class Scheduler:
     def complete(
         self,
         step: Step,
-        results: Mapping[int, int | RowError],
+        results: Mapping[int, Sampled | tuple[Sampled, ...]],
         failed: Mapping[int, str] | None = None,
         copied: Mapping[Copy, bool] | None = None,
     ) -> list[Sequence]:
         """Take the result of each chunk that `samples`, by sequence id; return who finished.
 
-        A result is the sampled token, or the row's own failure (its logits were not finite). Sequences in
-        `failed`, with the cause, have none: the part of the pass that held them raised (see `step_failed`).
-        `copied`: see `StepResult`.
+        A result is the sampled token, or the row's own failure (its logits were not finite); of a chunk
+        with a draft, those that hold. Sequences in `failed`, with the cause, have none: the part of the
+        pass that held them raised (see `step_failed`). `copied`: see `StepResult`.
         """
         if copied:
             self._counts.recomputed_tokens += self.store.settle(copied)
             self._steps_to_boundary = 0
         finished = []
+        num_ahead = 0
         for chunk in step.chunks:
             sequence = chunk.sequence
             if sequence.state is not State.ACTIVE:
@@ -159,24 +202,22 @@ class Scheduler:
                 if self._chunk_failed(step, sequence, failed[sequence.seq_id]):
                     finished.append(sequence)
                 continue
-            sequence.num_computed = chunk.end
+            sequence.num_computed = chunk.end - len(chunk.draft)
             if not chunk.samples:
                 self._name_pages(sequence)
                 continue
             self._suspects.clear(sequence)
             result = results[sequence.seq_id]
-            if isinstance(result, RowError):
-                sequence.fail(result)
-                # Its keys and values may hold NaN: nobody may reuse its pages.
-                for page in sequence.pages:
-                    self.pool.forget(page)
-                self.store.forget(sequence)
+            if isinstance(result, tuple):
+                num_ahead = max(num_ahead, len(result) - 1)
+                done = self._take_all(sequence, result)
             else:
-                self._name_pages(sequence)
-                if not sequence.accept(result):
-                    continue
-            self._finish(sequence)
-            finished.append(sequence)
+                done = self._take(sequence, result)
+            if done:
+                self._finish(sequence)
+                finished.append(sequence)
+        # The boundary comes by tokens, and this pass gave more than one.
+        self._steps_to_boundary -= num_ahead
         return finished
 
     def step_failed(self, step: Step, cause: str) -> list[Sequence]:
@@ -244,6 +285,31 @@ class Scheduler:
             if sequence.num_computed >= sequence.num_tokens:
                 raise InternalError("a sequence computed a token it does not have")
 
+    # Results.
+
+    def _take(self, sequence: Sequence, result: Sampled) -> bool:
+        """Take a sampled token or a failure and say whether the sequence ends with it."""
+        if isinstance(result, RowError):
+            sequence.fail(result)
+            # Its keys and values may hold NaN: nobody may reuse its pages.
+            for page in sequence.pages:
+                self.pool.forget(page)
+            self.store.forget(sequence)
+            return True
+        self._name_pages(sequence)
+        return sequence.accept(result)
+
+    def _take_all(self, sequence: Sequence, results: tuple[Sampled, ...]) -> bool:
+        """The same for what a draft gave: each token after the first was computed as its guess."""
+        done = self._take(sequence, results[0])
+        for result in results[1:]:
+            if done:
+                break
+            sequence.num_computed += 1
+            self._counts.accepted_draft_tokens += 1
+            done = self._take(sequence, result)
+        return done
+
     # Admission and memory.
 
     def _pages_for(self, num_tokens: int) -> int:
@@ -268,6 +334,8 @@ class Scheduler:
             # Pages that are still being copied come back before the reserve is used up, or it waits for them.
             while self.pool.num_available + self.store.num_coming - promised < missing:
                 youngest = max(self._active.values(), key=lambda s: s.seq_id)
+                if self._hooks is not None and self._hooks.makes_room(youngest):
+                    continue
                 self._yield(youngest, checkpoint=True)
                 if youngest is sequence:
                     break
@@ -292,8 +360,9 @@ class Scheduler:
         for position, sequence in enumerate(itertools.islice(queue, _LOOK_AHEAD)):
             if self._waits_for_this_pass(sequence):
                 continue
-            if not self._activate(sequence, headroom):
-                return None
+            while not self._activate(sequence, headroom):
+                if self._hooks is None or not self._hooks.makes_room(sequence):
+                    return None
             del queue[position]
             return sequence
         return None
@@ -334,6 +403,8 @@ class Scheduler:
         if sequence.num_yields:
             there = max(sequence.num_computed, sequence.num_stored)
             self._counts.recomputed_tokens += sequence.num_tokens - 1 - there
+        if self._hooks is not None:
+            self._hooks.combined(sequence)
         return True
 
     def _can_decode(self, sequence: Sequence) -> bool:
@@ -393,6 +464,8 @@ class Scheduler:
 
         A checkpoint keeps pages until they are copied, so none is made where they are needed at once.
         """
+        if self._hooks is not None:
+            self._hooks.yielded(sequence)
         self.store.suspend(sequence, checkpoint=checkpoint)
         self._leave(sequence)
         sequence.state = State.SUSPENDED

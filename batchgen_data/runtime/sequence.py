@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
+from typing import Any
 
 from batchgen_data.errors import RowError
 from batchgen_data.runtime.pages import ROOT_HASH, page_hash
@@ -32,6 +33,7 @@ class Sequence:
         finish_reason, stop_reason, error: set when finished.
         length_reason: becomes the stop reason when the sequence ends at `limit_tokens`.
         stop_at: where the stop string begins in the decoded text, when one ended the sequence.
+        notes: what callbacks remember of the sequence; None until one does.
         suspect: a pass that held this sequence raised; it runs alone until one succeeds.
     """
 
@@ -44,6 +46,7 @@ class Sequence:
         "finish_reason",
         "length_reason",
         "limit_tokens",
+        "notes",
         "num_computed",
         "num_named",
         "num_prompt",
@@ -89,6 +92,7 @@ class Sequence:
         self.num_stored = 0
         self.num_yields = 0
         self.suspect = False
+        self.notes: dict[str, Any] | None = None
         self.finish_reason: str | None = None
         self.stop_reason: str | None = None
         self.length_reason: str | None = None

@@ -22,6 +22,7 @@ from batchgen_data.runtime.executor import TorchExecutor
 from batchgen_data.runtime.resources import available_cpus, free_memory_bytes
 from batchgen_data.runtime.step import Limits
 from batchgen_data.runtime.trace import OFF, Trace
+from batchgen_data.shipped_callbacks import as_callbacks
 
 logger = logging.getLogger(__name__)
 
@@ -135,6 +136,7 @@ def _start(
         eos_token_ids=loaded.eos_token_ids,
         vocab_size=loaded.model.get_input_embeddings().num_embeddings,
         num_threads=num_threads,
+        callbacks=as_callbacks(config.callbacks),
     )
     logger.info(
         "%s: %s, %d threads, %d KV pages of %d tokens",

@@ -32,14 +32,27 @@ class Limits:
     least_restored_tokens: int = 1
 
 
+# A sampled token, or the row's own failure.
+Sampled = int | RowError
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Chunk:
-    """One sequence's share of a pass: tokens `start` to `end`, sampled from if `samples`."""
+    """One sequence's share of a pass: tokens `start` to `end`, sampled from if `samples`.
+
+    The last of them are `draft`, tokens that the sequence may go on with: a guess that the pass checks.
+    """
 
     sequence: Sequence
     start: int
     end: int
     samples: bool
+    draft: tuple[int, ...] = ()
+
+    @property
+    def singly(self) -> bool:
+        """Whether each token attends as a decoded one does, on its own; such chunks come first in a pass."""
+        return self.end - self.start == 1 or bool(self.draft)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -63,7 +76,7 @@ class Copy:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Step:
-    """One forward pass: decoding sequences (one token each) first, then prefill chunks.
+    """One forward pass: decoding sequences (one token each, and drafts) first, then prefill chunks.
 
     `copies` begin before it and may end later than it. A step without chunks waits until a copy has ended.
     """
@@ -82,12 +95,13 @@ class StepResult:
     """What became of a step's chunks, by sequence id.
 
     Attributes:
-        tokens: the sampled token, or the row's own failure, of each chunk that samples.
+        tokens: the sampled token, or the row's own failure, of each chunk that samples; of one with a draft,
+            those after each part of the draft that held, in order.
         failed: what the part of the pass raised that held the sequence; nothing it computed counts.
         copied: copies that have ended since the last result, and whether they succeeded.
     """
 
-    tokens: Mapping[int, int | RowError]
+    tokens: Mapping[int, Sampled | tuple[Sampled, ...]]
     failed: Mapping[int, str] = dataclasses.field(default_factory=dict)
     copied: Mapping[Copy, bool] = dataclasses.field(default_factory=dict)
 
@@ -103,3 +117,5 @@ class Counts:
     prefill_tokens: int = 0
     decode_tokens: int = 0
     reused_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_draft_tokens: int = 0

@@ -1,8 +1,8 @@
 """Operators that the runtime calls: one function each, whatever the device.
 
-Every operator has a plain-PyTorch truth in `reference.py`. On a CPU in float32 the operators run as
-compiled loops (`cpu.py`); anything else runs the reference. Attention over compressed latents (`mla.py`)
-is matrix products on every device. Callers never ask which.
+Every operator has a plain-PyTorch truth in `reference.py`, and in `int8.py` for pages of int8. On a CPU in
+float32 the operators run as compiled loops (`cpu.py`, `cpu_int8.py`); anything else runs the reference.
+Attention over compressed latents (`mla.py`) is matrix products on every device. Callers never ask which.
 
 Shape letters: T tokens of the pass, B decoding sequences, H query heads, K key/value heads, D key size,
 V value size, N pages of the pool, P tokens per page, M pages of the longest sequence. Of latents (MLA):
@@ -12,12 +12,16 @@ U = D - S + V rows of a head's up-projection.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from batchgen_kernels import cpu, reference
+from batchgen_kernels import cpu, cpu_int8, int8, reference
+from batchgen_kernels.int8 import Int8Pages
 from batchgen_kernels.mla import mla_attention_decode, mla_attention_extend
 
 __all__ = [
+    "Int8Pages",
     "kv_append",
     "mla_attention_decode",
     "mla_attention_extend",
@@ -30,11 +34,22 @@ def _compiled(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.dtype == torch.float32
 
 
+# One layer's keys or values, as numbers or as int8.
+Pages = torch.Tensor | Int8Pages
+
+
+def _operators(q: torch.Tensor, pages: Pages) -> Any:
+    """The module whose operators run on these pages, for queries (or keys) like `q`."""
+    if isinstance(pages, Int8Pages):
+        return cpu_int8 if _compiled(q) else int8
+    return cpu if _compiled(pages) else reference
+
+
 def kv_append(
     k_TKD: torch.Tensor,
     v_TKV: torch.Tensor,
-    k_pages_NKPD: torch.Tensor,
-    v_pages_NKPV: torch.Tensor,
+    k_pages_NKPD: Pages,
+    v_pages_NKPV: Pages,
     page_idx_T: torch.Tensor,
     offset_T: torch.Tensor,
 ) -> None:
@@ -45,14 +60,14 @@ def kv_append(
         k_pages_NKPD, v_pages_NKPV: one layer's page pool; written in place.
         page_idx_T, offset_T: int64, where each token goes: page, and position inside the page.
     """
-    append = cpu.kv_append if _compiled(k_pages_NKPD) else reference.kv_append
-    append(k_TKD, v_TKV, k_pages_NKPD, v_pages_NKPV, page_idx_T, offset_T)
+    operators = _operators(k_TKD, k_pages_NKPD)
+    operators.kv_append(k_TKD, v_TKV, k_pages_NKPD, v_pages_NKPV, page_idx_T, offset_T)
 
 
 def paged_attention_decode(
     q_BHD: torch.Tensor,
-    k_pages_NKPD: torch.Tensor,
-    v_pages_NKPV: torch.Tensor,
+    k_pages_NKPD: Pages,
+    v_pages_NKPV: Pages,
     block_tables_BM: torch.Tensor,
     lengths_B: torch.Tensor,
     *,
@@ -75,8 +90,7 @@ def paged_attention_decode(
     Returns:
         [B, H, V] in q's dtype.
     """
-    decode = cpu.paged_attention_decode if _compiled(k_pages_NKPD) else reference.paged_attention_decode
-    return decode(
+    return _operators(q_BHD, k_pages_NKPD).paged_attention_decode(
         q_BHD,
         k_pages_NKPD,
         v_pages_NKPV,
@@ -91,8 +105,8 @@ def paged_attention_decode(
 
 def paged_attention_extend(
     q_THD: torch.Tensor,
-    k_pages_NKPD: torch.Tensor,
-    v_pages_NKPV: torch.Tensor,
+    k_pages_NKPD: Pages,
+    v_pages_NKPV: Pages,
     page_ids_M: torch.Tensor,
     length: int,
     *,
@@ -115,7 +129,8 @@ def paged_attention_extend(
     Returns:
         [T, H, V] in q's dtype.
     """
-    return reference.paged_attention_extend(
+    operators = int8 if isinstance(k_pages_NKPD, Int8Pages) else reference
+    return operators.paged_attention_extend(
         q_THD,
         k_pages_NKPD,
         v_pages_NKPV,

@@ -23,7 +23,7 @@ _pool: ThreadPoolExecutor | None = None
 _pool_pid = 0
 
 
-def _compiled(**options: Any) -> Callable[[Callable[..., None]], Any]:
+def compiled(**options: Any) -> Callable[[Callable[..., None]], Any]:
     """Compile without the GIL and keep the machine code on disk, where there is a folder for it."""
 
     def decorate(function: Callable[..., None]) -> Any:
@@ -37,7 +37,7 @@ def _compiled(**options: Any) -> Callable[[Callable[..., None]], Any]:
     return decorate
 
 
-@_compiled()
+@compiled()
 def _append_kernel(k: Any, v: Any, k_pages: Any, v_pages: Any, page_idx: Any, offset: Any) -> None:
     num_tokens, num_kv_heads, size_k = k.shape
     size_v = v.shape[2]
@@ -53,7 +53,7 @@ def _append_kernel(k: Any, v: Any, k_pages: Any, v_pages: Any, page_idx: Any, of
 
 # fastmath lets the dot product be summed in vector lanes; without it the inner loop stays scalar (8x).
 # It also assumes finite numbers, so NaN and infinity are looked for in the logits, not here.
-@_compiled(fastmath={"reassoc", "contract", "arcp", "nsz"})
+@compiled(fastmath={"reassoc", "contract", "arcp", "nsz"})
 def _decode_kernel(
     q: Any,
     k_pages: Any,
@@ -164,19 +164,53 @@ def paged_attention_decode(
     sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One new token per sequence, over its pages in place."""
+    return decode_in_shares(
+        _decode_kernel,
+        q_BHD,
+        [k_pages_NKPD.numpy(), v_pages_NKPV.numpy()],
+        k_pages_NKPD.shape[1],
+        v_pages_NKPV.shape[3],
+        block_tables_BM,
+        lengths_B,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        sinks_H=sinks_H,
+    )
+
+
+def decode_in_shares(
+    kernel: Callable[..., None],
+    q_BHD: torch.Tensor,
+    pages: list[np.ndarray],
+    num_kv_heads: int,
+    size_v: int,
+    block_tables_BM: torch.Tensor,
+    lengths_B: torch.Tensor,
+    *,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks_H: torch.Tensor | None,
+) -> torch.Tensor:
+    """Run a decoding loop over (sequence, key/value head) pairs, one share of them per thread: [B, H, V].
+
+    Args:
+        kernel: takes queries, `pages`, block tables, lengths, sinks, settings, its share, the output.
+        num_kv_heads: K.
+        size_v: V.
+    """
     batch, num_heads, size_k = q_BHD.shape
-    num_kv_heads = k_pages_NKPD.shape[1]
     q = np.ascontiguousarray(q_BHD.numpy()).reshape(batch, num_kv_heads, num_heads // num_kv_heads, size_k)
-    lengths = lengths_B.numpy()
+    tables, lengths = block_tables_BM.numpy(), lengths_B.numpy()
     sinks = _NO_SINKS if sinks_H is None else np.ascontiguousarray(sinks_H.detach().float().numpy())
-    out = np.empty((*q.shape[:3], v_pages_NKPV.shape[3]), np.float32)
+    out = np.empty((*q.shape[:3], size_v), np.float32)
 
     def run(first_item: int, last_item: int) -> None:
-        _decode_kernel(
+        kernel(
             q,
-            k_pages_NKPD.numpy(),
-            v_pages_NKPV.numpy(),
-            block_tables_BM.numpy(),
+            *pages,
+            tables,
             lengths,
             sinks,
             np.float32(scale),

@@ -128,6 +128,7 @@ def test_the_first_outcomes_of_a_row_stand(job: PlainJob) -> None:
         ({"sampling_column": "prompt"}, "sampling_column"),
         ({"engine": {"dtype": "bfloat16"}}, "dtype"),
         ({"engine": {"max_context_tokens": 64}}, "max_context_tokens"),
+        ({"engine": {"callbacks": ["int8-kv"]}}, r"kv \(null then, .int8. now\)"),
     ],
 )
 def test_another_job_is_refused_and_the_field_named(

@@ -8,6 +8,7 @@ from array import array
 
 from batchgen_data.errors import RowError
 from batchgen_data.prompts import EncodedRow
+from batchgen_data.runtime.drafts import kept, places
 from batchgen_data.runtime.step import Step, StepResult
 from batchgen_data.sampling import ResolvedSampling
 
@@ -110,12 +111,15 @@ class FakeExecutor:
                 sequence = chunk.sequence
                 if sequence.seq_id in self.non_finite:
                     results[sequence.seq_id] = RowError("non_finite_logits", "NaN")
+                elif chunk.draft:
+                    sampled = [next_token(place.token_ids) for place in places(chunk)]
+                    results[sequence.seq_id] = kept(chunk.draft, sampled)
                 else:
                     results[sequence.seq_id] = next_token(sequence.token_ids)
         return StepResult(results, failed)
 
     def _write(self, chunk):
-        ids = chunk.sequence.token_ids
+        ids = [*chunk.sequence.token_ids, *chunk.draft]
         for at in range(chunk.start, chunk.end):
             page = chunk.sequence.pages[at // self.page_tokens]
             self.slots[page, at % self.page_tokens] = tuple(ids[: at + 1])
@@ -126,7 +130,7 @@ class FakeExecutor:
             del self.slots[chunk.sequence.pages[at // self.page_tokens], at % self.page_tokens]
 
     def _read(self, chunk):
-        ids = chunk.sequence.token_ids
+        ids = [*chunk.sequence.token_ids, *chunk.draft]
         for at in range(chunk.end):
             page = chunk.sequence.pages[at // self.page_tokens]
             assert self.slots.get((page, at % self.page_tokens)) == tuple(ids[: at + 1]), "wrong KV was read"
