@@ -19,8 +19,7 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from batchgen_data.errors import InternalError, RowError
-from batchgen_data.runtime.host_store import HostStore
-from batchgen_data.runtime.pages import PagePool
+from batchgen_data.runtime.residents import Residents
 from batchgen_data.runtime.sequence import Sequence, State
 from batchgen_data.runtime.step import Chunk, Copy, Counts, Limits, Sampled, Step
 from batchgen_data.runtime.suspects import Suspects
@@ -28,7 +27,6 @@ from batchgen_data.runtime.suspects import Suspects
 if TYPE_CHECKING:
     from batchgen_data.runtime.hooks import Hooks
 
-RESERVE_PAGES = 2
 # How far past sequences that wait for a page of the current pass to look for others.
 _LOOK_AHEAD = 64
 
@@ -45,15 +43,14 @@ class Scheduler:
     """
 
     def __init__(self, limits: Limits, hooks: Hooks | None = None) -> None:
-        self.limits = limits
         self._hooks = hooks
-        self.pool = PagePool(limits.num_pages, limits.page_tokens)
-        self.store = HostStore(limits, self.pool)
+        self._counts = Counts()
+        self._residents = Residents(limits, self._counts)
+        self.pool = self._residents.pool
+        self.store = self._residents.store
         self._waiting: deque[Sequence] = deque()
         self._suspended: deque[Sequence] = deque()
-        self._active: dict[int, Sequence] = {}
         self._suspects = Suspects()
-        self._counts = Counts()
         self._steps_to_boundary = 0
         # Lowered when the device runs out of memory.
         self._max_step_tokens = limits.max_step_tokens
@@ -61,19 +58,24 @@ class Scheduler:
         self._planned_names: set[bytes] = set()
 
     @property
+    def limits(self) -> Limits:
+        """What it may use."""
+        return self._residents.limits
+
+    @property
     def num_active(self) -> int:
         """Sequences with pages."""
-        return len(self._active)
+        return len(self._residents)
 
     @property
     def num_unfinished(self) -> int:
         """Sequences waiting, suspended or active."""
-        return len(self._waiting) + len(self._suspended) + len(self._active) + len(self._suspects.idle())
+        return len(self._waiting) + len(self._suspended) + len(self._residents) + len(self._suspects.idle())
 
     @property
     def active(self) -> Collection[Sequence]:
         """Sequences with pages, for reading."""
-        return self._active.values()
+        return self._residents.sequences
 
     @property
     def suspended(self) -> Collection[Sequence]:
@@ -93,30 +95,14 @@ class Scheduler:
 
     def add_pages(self, count: int) -> None:
         """The pool holds more pages now; those in use keep their ids."""
-        self.limits = dataclasses.replace(self.limits, num_pages=self.limits.num_pages + count)
-        self.pool.grow(count)
+        self._residents.add_pages(count)
 
     def add(self, sequence: Sequence) -> bool:
         """Queue a new sequence; one that can never fit fails at once and False is returned."""
-        needed = self._pages_for(sequence.limit_tokens)
-        most, place = self.limits.num_pages, "all KV memory"
-        if self.limits.max_sequence_pages is not None and self.limits.max_sequence_pages < most:
-            most, place = self.limits.max_sequence_pages, "the staging that attention reads them from"
-        if needed > most:
-            if sequence.sampling.max_tokens is None and self._pages_for(sequence.num_tokens + 1) <= most:
-                # No output length was asked for: the pool, not the model, sets the end, and says so.
-                sequence.length_reason = "kv_memory"
-                sequence.limit_tokens = most * self.limits.page_tokens
-            else:
-                sequence.fail(
-                    RowError(
-                        "exceeds_kv_memory",
-                        f"prompt and output need {needed} KV pages ({sequence.limit_tokens} tokens), and "
-                        f"{place} holds {most}; lower max_tokens or raise kv_memory",
-                    )
-                )
-                sequence.state = State.FINISHED
-                return False
+        if (error := self._residents.refusal(sequence)) is not None:
+            sequence.fail(error)
+            sequence.state = State.FINISHED
+            return False
         self._waiting.append(sequence)
         self._steps_to_boundary = 0
         return True
@@ -127,7 +113,7 @@ class Scheduler:
             return
         self.store.drop(sequence)
         if sequence.state is State.ACTIVE:
-            self._leave(sequence)
+            self._residents.leave(sequence)
         elif sequence.state is State.WAITING:
             self._waiting.remove(sequence)
         elif not sequence.suspect:
@@ -147,12 +133,12 @@ class Scheduler:
             self._extend()
         chunks = [
             Chunk(sequence, sequence.num_computed, sequence.num_tokens, True)
-            for sequence in self._active.values()
-            if sequence.decoding and self._can_decode(sequence)
+            for sequence in self._residents.sequences
+            if sequence.decoding and self._residents.can_decode(sequence)
         ]
         self._counts.decode_tokens += len(chunks)
         budget = max(self._max_step_tokens - len(chunks), 0)
-        for sequence in self._active.values():
+        for sequence in self._residents.sequences:
             if budget > 0 and not sequence.decoding and not self.store.waits(sequence):
                 budget -= self._append_prefill(chunks, sequence, budget)
         while budget > 0 and (admitted := self._admit()) is not None:
@@ -204,7 +190,7 @@ class Scheduler:
                 continue
             sequence.num_computed = chunk.end - len(chunk.draft)
             if not chunk.samples:
-                self._name_pages(sequence)
+                self._residents.name_pages(sequence)
                 continue
             self._suspects.clear(sequence)
             result = results[sequence.seq_id]
@@ -240,16 +226,16 @@ class Scheduler:
         if len(step.chunks) == 1 and step.num_tokens <= max(1, self._max_step_tokens // 2):
             return self.step_failed(step, "the device has no memory for it")
         self._max_step_tokens = max(1, step.num_tokens // 2)
-        self._max_sequences = max(1, min(self._max_sequences, len(self._active)) // 2)
-        while len(self._active) > self._max_sequences:
-            self._yield(max(self._active.values(), key=lambda s: s.seq_id))
+        self._max_sequences = max(1, min(self._max_sequences, len(self._residents)) // 2)
+        while len(self._residents) > self._max_sequences:
+            self._yield(self._residents.youngest)
         return []
 
     def statistics(self) -> dict[str, int]:
         """Totals since the start, and what is held now."""
         return {
             **dataclasses.asdict(self._counts),
-            "active": len(self._active),
+            "active": len(self._residents),
             "waiting": len(self._waiting),
             "suspended": len(self._suspended) + len(self._suspects.idle()),
             "max_step_tokens": self._max_step_tokens,
@@ -266,9 +252,7 @@ class Scheduler:
             InternalError: pages leak or are counted twice, a queue holds a sequence in the wrong state,
                 or an active sequence has fewer pages than tokens computed.
         """
-        active_pages = (sequence.pages for sequence in self._active.values())
-        self.pool.check((*active_pages, *self.store.device_pages()))
-        self.store.check((*self._suspended, *self._suspects.idle()), self._active.values())
+        self._residents.check((*self._suspended, *self._suspects.idle()))
         for queue, state in (
             (self._waiting, State.WAITING),
             (self._suspended, State.SUSPENDED),
@@ -277,13 +261,6 @@ class Scheduler:
             for sequence in queue:
                 if sequence.state is not state or sequence.pages or sequence.num_computed:
                     raise InternalError(f"a {state.value} sequence holds pages or is in another state")
-        for sequence in self._active.values():
-            if sequence.state is not State.ACTIVE:
-                raise InternalError("an active sequence is in another state")
-            if sequence.num_computed > len(sequence.pages) * self.limits.page_tokens:
-                raise InternalError("a sequence computed more tokens than its pages hold")
-            if sequence.num_computed >= sequence.num_tokens:
-                raise InternalError("a sequence computed a token it does not have")
 
     # Results.
 
@@ -291,12 +268,9 @@ class Scheduler:
         """Take a sampled token or a failure and say whether the sequence ends with it."""
         if isinstance(result, RowError):
             sequence.fail(result)
-            # Its keys and values may hold NaN: nobody may reuse its pages.
-            for page in sequence.pages:
-                self.pool.forget(page)
-            self.store.forget(sequence)
+            self._residents.forget_pages(sequence)
             return True
-        self._name_pages(sequence)
+        self._residents.name_pages(sequence)
         return sequence.accept(result)
 
     def _take_all(self, sequence: Sequence, results: tuple[Sampled, ...]) -> bool:
@@ -312,28 +286,19 @@ class Scheduler:
 
     # Admission and memory.
 
-    def _pages_for(self, num_tokens: int) -> int:
-        # The last token is never written: nothing follows it.
-        return max(1, -(-(num_tokens - 1) // self.limits.page_tokens))
-
-    def _pages_wanted(self, sequence: Sequence) -> int:
-        """Pages for its tokens and the reserve, never beyond its end."""
-        now = -(-sequence.num_tokens // self.limits.page_tokens)
-        return min(now + RESERVE_PAGES, self._pages_for(sequence.limit_tokens))
-
     def _extend(self) -> None:
         """Page boundary: give every active sequence room for a page of tokens, oldest first."""
         self._counts.page_boundaries += 1
         promised = 0
-        for sequence in sorted(self._active.values(), key=lambda s: s.seq_id):
+        for sequence in sorted(self._residents.sequences, key=lambda s: s.seq_id):
             if sequence.state is not State.ACTIVE:
                 continue  # yielded to an older one in this very loop
-            missing = self._pages_wanted(sequence) - len(sequence.pages)
+            missing = self._residents.num_missing(sequence)
             if missing <= 0:
                 continue
             # Pages that are still being copied come back before the reserve is used up, or it waits for them.
             while self.pool.num_available + self.store.num_coming - promised < missing:
-                youngest = max(self._active.values(), key=lambda s: s.seq_id)
+                youngest = self._residents.youngest
                 if self._hooks is not None and self._hooks.makes_room(youngest):
                     continue
                 self._yield(youngest, checkpoint=True)
@@ -352,11 +317,11 @@ class Scheduler:
         One that only waits for a page this very pass computes lets those behind it go first.
         """
         queue = self._suspended or self._waiting
-        if not queue or len(self._active) >= self._max_sequences:
+        if not queue or len(self._residents) >= self._max_sequences:
             return None
         # One that yielded before comes back only when the others can also go on for a page without it,
         # or it would be driven out again at the next boundary.
-        headroom = self._next_boundary_pages() if queue is self._suspended else 0
+        headroom = self._residents.next_boundary_pages() if queue is self._suspended else 0
         for position, sequence in enumerate(itertools.islice(queue, _LOOK_AHEAD)):
             if self._waits_for_this_pass(sequence):
                 continue
@@ -374,54 +339,19 @@ class Scheduler:
         """
         if not self._planned_names:
             return False
-        num_full = (sequence.num_tokens - 1) // self.limits.page_tokens
-        names = sequence.page_names(self.limits.page_tokens, num_full)
-        num_shared = len(self.pool.match(names))
-        return num_shared < num_full and names[num_shared] in self._planned_names
+        num_shared, names = self._residents.num_shared(sequence)
+        return num_shared < len(names) and names[num_shared] in self._planned_names
 
     def _activate(self, sequence: Sequence, headroom: int = 0) -> bool:
-        """Give a sequence its pages, shared ones first; False when too few are available."""
-        if self.store.waits(sequence):
+        if not self._residents.activate(sequence, headroom):
             return False
-        page_tokens = self.limits.page_tokens
-        shared: list[int] = []
-        if self.limits.prefix_reuse:
-            # At least the last token is computed, for its logits.
-            num_full = (sequence.num_tokens - 1) // page_tokens
-            shared = self.pool.match(sequence.page_names(page_tokens, num_full))
-        fresh = self._pages_wanted(sequence) - len(shared)
-        if fresh + self.pool.num_kept(shared) + headroom > self.pool.num_available:
-            return False
-        self.pool.share(shared)
-        sequence.pages = shared + self.pool.allocate(fresh)
-        sequence.num_computed = len(shared) * page_tokens
-        sequence.num_named = len(shared)
-        sequence.state = State.ACTIVE
-        self._active[sequence.seq_id] = sequence
-        self._counts.reused_tokens += sequence.num_computed
-        self.store.restore(sequence)
-        if sequence.num_yields:
-            there = max(sequence.num_computed, sequence.num_stored)
-            self._counts.recomputed_tokens += sequence.num_tokens - 1 - there
         if self._hooks is not None:
             self._hooks.combined(sequence)
         return True
 
-    def _can_decode(self, sequence: Sequence) -> bool:
-        """Whether its keys and values are there, and the page for its newest token."""
-        if self.store.waits(sequence):
-            return False
-        return sequence.num_tokens <= len(sequence.pages) * self.limits.page_tokens
-
     def _wait_for_copies(self) -> Step:
         """Nothing can run before a copy has ended."""
         return Step((), self.store.take_orders())
-
-    def _next_boundary_pages(self) -> int:
-        """Pages the active sequences will ask for when each has decoded one more page of tokens."""
-        return sum(
-            1 for active in self._active.values() if self._pages_for(active.limit_tokens) > len(active.pages)
-        )
 
     def _append_prefill(self, chunks: list[Chunk], sequence: Sequence, budget: int) -> int:
         """Add the next prefill chunk of a sequence and return its tokens."""
@@ -446,17 +376,6 @@ class Scheduler:
             self._planned_names.update(names[sequence.num_named :])
         return Chunk(sequence, start, end, end == sequence.num_tokens)
 
-    def _name_pages(self, sequence: Sequence) -> None:
-        """Publish the full pages computed so far for reuse."""
-        if not self.limits.prefix_reuse:
-            return
-        num_full = sequence.num_computed // self.limits.page_tokens
-        if num_full > sequence.num_named:
-            names = sequence.page_names(self.limits.page_tokens, num_full)
-            for index in range(sequence.num_named, num_full):
-                self.pool.name(sequence.pages[index], names[index])
-            sequence.num_named = num_full
-
     # Leaving.
 
     def _yield(self, sequence: Sequence, *, checkpoint: bool = False) -> None:
@@ -467,7 +386,7 @@ class Scheduler:
         if self._hooks is not None:
             self._hooks.yielded(sequence)
         self.store.suspend(sequence, checkpoint=checkpoint)
-        self._leave(sequence)
+        self._residents.leave(sequence)
         sequence.state = State.SUSPENDED
         sequence.num_yields += 1
         self._counts.yields += 1
@@ -476,16 +395,9 @@ class Scheduler:
             insort(self._suspended, sequence, key=lambda other: other.seq_id)
 
     def _finish(self, sequence: Sequence) -> None:
-        self._leave(sequence)
+        self._residents.leave(sequence)
         sequence.state = State.FINISHED
         self._steps_to_boundary = 0
-
-    def _leave(self, sequence: Sequence) -> None:
-        del self._active[sequence.seq_id]
-        self.pool.release(sequence.pages)
-        sequence.pages = []
-        sequence.num_computed = 0
-        sequence.num_named = 0
 
     # Isolation after a failed pass.
 
@@ -495,7 +407,7 @@ class Scheduler:
             while not self._activate(suspect):
                 if self.store.num_coming:
                     return self._wait_for_copies()
-                self._yield(max(self._active.values(), key=lambda s: s.seq_id))
+                self._yield(self._residents.youngest)
         chunks: list[Chunk] = []
         self._append_prefill(chunks, suspect, self._max_step_tokens)
         self._counts.steps += 1
