@@ -403,6 +403,13 @@ def print_summary(console: Console, summary: RunSummary, output: str) -> None:
     )
     if summary.run_retries:
         print_line(console, f"{summary.run_retries} calls raised and were made again")
+    if summary.run_yields:
+        print_line(
+            console,
+            f"KV memory was short: rows were suspended {summary.run_yields} times and "
+            f"{summary.run_recomputed_tokens} tokens computed again; raise kv_memory, keep what suspended "
+            "rows computed (host_memory), or run fewer rows at once (max_sequences)",
+        )
     print_line(console, f"results: {without_credentials(output).rstrip('/')}/data")
 
 

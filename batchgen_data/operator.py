@@ -42,7 +42,10 @@ _STAGE_OPTIONS = (
     "actors_per_node",
 )
 
-PROGRESS_COUNTS = ("rows_done", "rows_failed", "rows_skipped", "input_tokens", "generated_tokens")
+PROGRESS_COUNTS = (
+    *("rows_done", "rows_failed", "rows_skipped", "input_tokens", "generated_tokens"),
+    *("yields_for_pages", "recomputed_tokens"),
+)
 
 
 class BatchGenLLM:

@@ -224,6 +224,7 @@ def test_int8_under_pressure_keeps_rows_that_would_have_yielded(folder, caplog):
         full, plain = llm.generate(rows, settings), llm.statistics()
     assert plain["yields"] > 0
     assert not plain["kv_int8"]
+    assert caplog.text.count("KV memory is short") == 1, "said once"
     with LLM(folder, max_sequences=4, callbacks=["int8-kv"], **options) as llm:
         int8, statistics = llm.generate(rows, settings), llm.statistics()
         assert statistics["yields"] == 0

@@ -632,6 +632,19 @@ def test_results_are_replaced_only_when_asked(fake: Fake, capsys: pytest.Capture
     assert len(fake.jobs) == 2
 
 
+def test_the_summary_says_that_kv_memory_was_short(fake: Fake, capsys: pytest.CaptureFixture[str]) -> None:
+    """Case 38: evictions appear in the report, with advice."""
+    write("a.parquet", "one")
+    fake.totals = lambda: Totals(generating_s=2.0, yields_for_pages=7, recomputed_tokens=900)
+    assert cli.main(["run", "a.parquet", *RUN]) == 0
+    (line,) = [
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("KV memory was short")
+    ]
+    assert "suspended 7 times and 900 tokens computed again; raise kv_memory" in line
+    counts = json.loads(Path("out/_batchgen/run.json").read_text())["counts"]
+    assert (counts["run_yields"], counts["run_recomputed_tokens"]) == (7, 900)
+
+
 @pytest.mark.parametrize("budget", ["many", "-1", "1.5", "101%", "%", ""])
 def test_a_budget_that_is_none_is_refused(budget: str) -> None:
     with pytest.raises(ConfigError, match="max_failed_rows must be a number of rows or a share such as 5%"):

@@ -14,7 +14,10 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-_COUNTS = ("rows_done", "rows_failed", "rows_skipped", "input_tokens", "generated_tokens")
+_COUNTS = (
+    *("rows_done", "rows_failed", "rows_skipped", "input_tokens", "generated_tokens"),
+    *("yields_for_pages", "recomputed_tokens"),
+)
 
 # Rows decode together and end together: before as many are done as run at once, their rate says nothing.
 _ETA_FROM_ROWS = 512
@@ -30,6 +33,8 @@ class Totals:
         rows_skipped: Rows left out on purpose.
         input_tokens: Prompt tokens of the rows done.
         generated_tokens: Tokens generated so far.
+        yields_for_pages: Times a row was suspended because KV memory was short.
+        recomputed_tokens: Tokens computed again after a row was suspended.
         num_ready: Workers that loaded their model.
         generating_s: Seconds since the first worker was ready; 0 before.
     """
@@ -39,6 +44,8 @@ class Totals:
     rows_skipped: int = 0
     input_tokens: int = 0
     generated_tokens: int = 0
+    yields_for_pages: int = 0
+    recomputed_tokens: int = 0
     num_ready: int = 0
     generating_s: float = 0.0
 

@@ -23,7 +23,7 @@ from batchgen_data.job.summary import RunSummary
 from batchgen_data.schema import result_fields
 
 if TYPE_CHECKING:
-    from batchgen_data.job.progress import ProgressDisplay
+    from batchgen_data.job.progress import ProgressDisplay, Totals
 
 REPORT_FORMAT = 2
 _PACKAGES = ("batchgen-data", "torch", "transformers", "ray", "pyarrow")
@@ -35,7 +35,7 @@ class _Run:
 
     started_at: datetime
     begin_s: float
-    generating_s: float = 0.0
+    totals: Totals | None = None
     tokens_before: int = 0
     rows_before: int = 0
     num_retries: int = 0
@@ -143,7 +143,7 @@ def _complete_rows(
                 budget.check(ledger.counted)
             # The files are published: no answer to this question is a reason to fail.
             with suppress(Exception):
-                run.generating_s = pipeline.totals().generating_s
+                run.totals = pipeline.totals()
     if not output.is_complete:
         raise InternalError(f"{ledger.num_missing} rows have no outcome at the end of the run")
 
@@ -161,7 +161,10 @@ def _report(job: CheckedJob, output: OpenOutput, run: _Run, status: str) -> RunS
     else:
         summary.add_summary(counted)
     summary.elapsed_s = time.monotonic() - run.begin_s
-    summary.generating_s = run.generating_s
+    if run.totals is not None:
+        summary.generating_s = run.totals.generating_s
+        summary.run_yields = run.totals.yields_for_pages
+        summary.run_recomputed_tokens = run.totals.recomputed_tokens
     summary.run_tokens = counted.generated_tokens - run.tokens_before
     summary.run_retries = run.num_retries
     summary.run_rows = counted.num_rows - run.rows_before

@@ -40,6 +40,8 @@ class RunSummary:
         run_tokens: Tokens generated while this run lasted; a resumed one generates only what was missing.
         run_rows: Rows that got their outcome in this run.
         run_retries: Calls of this run that raised and were made again.
+        run_yields: Times a row of this run was suspended because KV memory was short.
+        run_recomputed_tokens: Tokens of this run computed again after a row was suspended.
     """
 
     num_rows: int = 0
@@ -56,6 +58,8 @@ class RunSummary:
     run_tokens: int = 0
     run_rows: int = 0
     run_retries: int = 0
+    run_yields: int = 0
+    run_recomputed_tokens: int = 0
 
     @property
     def num_ok(self) -> int:
@@ -120,6 +124,8 @@ class RunSummary:
             "run_rows": self.run_rows,
             "run_tokens": self.run_tokens,
             "run_retries": self.run_retries,
+            "run_yields": self.run_yields,
+            "run_recomputed_tokens": self.run_recomputed_tokens,
         }
 
     def to_counts(self) -> dict[str, Any]:

@@ -97,6 +97,7 @@ class Engine:
         self._wake = threading.Condition()
         self._closing = False
         self._fatal: BatchgenError | None = None
+        self._told_of_pressure = False
         self._counts = {
             "rows": 0,
             "rows_done": 0,
@@ -215,6 +216,12 @@ class Engine:
                 finished = self.scheduler.complete(step, result.tokens, result.failed, result.copied)
                 self._counts["generated_tokens"] += len(result.tokens)
                 self._seconds["schedule_s"] += time.perf_counter() - ran
+            if not self._told_of_pressure and self.scheduler.num_yields_for_pages:
+                self._told_of_pressure = True
+                logger.warning(
+                    "KV memory is short: rows are suspended until others have ended; more kv_memory or "
+                    "host_memory, or fewer max_sequences, may be faster (see statistics())"
+                )
             for sequence in finished:
                 self._deliver(sequence)
             if self._check:

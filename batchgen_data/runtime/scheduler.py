@@ -73,6 +73,11 @@ class Scheduler:
         return len(self._waiting) + len(self._suspended) + len(self._residents) + len(self._suspects.idle())
 
     @property
+    def num_yields_for_pages(self) -> int:
+        """How often a sequence was suspended because pages were short."""
+        return self._counts.yields_for_pages
+
+    @property
     def active(self) -> Collection[Sequence]:
         """Sequences with pages, for reading."""
         return self._residents.sequences
@@ -302,6 +307,7 @@ class Scheduler:
                 if self._hooks is not None and self._hooks.makes_room(youngest):
                     continue
                 self._yield(youngest, checkpoint=True)
+                self._counts.yields_for_pages += 1
                 if youngest is sequence:
                     break
             if sequence.state is State.ACTIVE:

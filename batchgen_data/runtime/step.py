@@ -113,6 +113,7 @@ class Counts:
     steps: int = 0
     page_boundaries: int = 0
     yields: int = 0
+    yields_for_pages: int = 0
     recomputed_tokens: int = 0
     prefill_tokens: int = 0
     decode_tokens: int = 0

@@ -128,6 +128,8 @@ def test_one_row_is_not_driven_out_again_and_again():
         scheduler.add(s)
     drain(scheduler, FakeExecutor(4))
     assert max(s.num_yields for s in sequences) <= 2
+    statistics = scheduler.statistics()
+    assert 0 < statistics["yields_for_pages"] == statistics["yields"]
 
 
 def test_the_first_wave_shares_its_prefix():
