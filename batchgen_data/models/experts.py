@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import functools
 import itertools
-import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import Any
+from contextlib import closing
+from typing import Any, Protocol
 
 import torch
 from transformers import PreTrainedModel
@@ -29,8 +30,23 @@ NAME = "batchgen"
 # With fewer experts than this for each thread, the one that ends last would keep the others waiting.
 _LEAST_EXPERTS_OF_THREAD = 4
 
-# Of the experts that got tokens, ascending: each one's weights by parameter name, valid until the next.
-ExpertSource = Callable[[list[int]], Iterator[tuple[int, dict[str, torch.Tensor]]]]
+# An expert and its weights by parameter name.
+Work = Iterator[tuple[int, dict[str, torch.Tensor]]]
+
+
+class ExpertWork(Protocol):
+    """Experts one by one, for several threads: weights are valid until their thread asks for the next."""
+
+    def __iter__(self) -> Work: ...
+
+    def __next__(self) -> tuple[int, dict[str, torch.Tensor]]: ...
+
+    def close(self) -> None:
+        """All threads are through."""
+
+
+# Takes the experts that got tokens, ascending.
+ExpertSource = Callable[[list[int]], ExpertWork]
 
 
 def run_experts(
@@ -60,20 +76,21 @@ def run_experts(
     outputs_NH[ends[-1] :] = 0.0  # of ids that are ignored
 
     @torch.inference_mode()  # grad modes belong to a thread
-    def run(work: Iterable[tuple[int, dict[str, torch.Tensor]]]) -> None:
+    def run(work: ExpertWork) -> None:
         for expert, parameters in work:
             own = slice(ends[expert], ends[expert + 1])
             outputs_NH[own] = _run_expert(experts, parameters, hidden_TH[tokens[own]])
 
     hit = [expert for expert, count in enumerate(counts) if count]
-    source = getattr(experts, "expert_source", None)
-    num_threads = torch.get_num_threads() if hidden_TH.device.type == "cpu" else 1
-    if source is not None:
-        run(source(hit))
-    elif num_threads > 1 and len(hit) >= _LEAST_EXPERTS_OF_THREAD * num_threads:
-        _run_shared(run, _Shared(_resident(experts, hit)), num_threads)
-    else:
-        run(_resident(experts, hit))
+    source, num_threads = getattr(experts, "expert_source", None), 1
+    if hidden_TH.device.type == "cpu":
+        num_threads = min(torch.get_num_threads(), getattr(experts, "most_expert_threads", 2**31))
+        num_threads = num_threads if len(hit) >= _LEAST_EXPERTS_OF_THREAD * num_threads else 1
+    with closing(_Resident(experts, hit) if source is None else source(hit)) as work:
+        if num_threads > 1:
+            _run_shared(run, work, num_threads)
+        else:
+            run(work)
     return _weighted_sum(outputs_NH, torch.argsort(order).view_as(top_k_index_TK), top_k_weights_TK)
 
 
@@ -88,28 +105,42 @@ def _weighted_sum(
     return total_TH.to(outputs_NH.dtype)
 
 
-class _Shared:
-    """An iterator that several threads take from."""
+class _Resident:
+    """Experts whose weights are all there."""
 
-    def __init__(self, items: Iterator[Any]) -> None:
-        self._items = items
-        self._lock = threading.Lock()
+    def __init__(self, experts: Any, hit: Sequence[int]) -> None:
+        self._stacked = expert_parameters(experts)
+        self._left = deque(hit)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Work:
         return self
 
-    def __next__(self) -> Any:
-        with self._lock:
-            return next(self._items)
-
-
-def _run_shared(run: Callable[[Any], None], work: _Shared, num_threads: int) -> None:
-    """Run `work` on this thread and others, each with products of its own."""
-    torch.set_num_threads(1)
-    try:
-        others = [_threads().submit(run, work) for _ in range(num_threads - 1)]
+    def __next__(self) -> tuple[int, dict[str, torch.Tensor]]:
         try:
-            run(work)
+            expert = self._left.popleft()
+        except IndexError:
+            raise StopIteration from None
+        return expert, {name: parameter[expert] for name, parameter in self._stacked.items()}
+
+    def close(self) -> None:
+        self._left.clear()
+
+
+def _run_shared(run: Callable[[ExpertWork], None], work: ExpertWork, num_workers: int) -> None:
+    """Run `work` on this thread and others, each with products of its own.
+
+    Where there are fewer workers than threads, each gets its share of the threads.
+    """
+    num_threads = torch.get_num_threads()
+
+    def run_one() -> None:
+        torch.set_num_threads(num_threads // num_workers)
+        run(work)
+
+    try:
+        others = [_threads().submit(run_one) for _ in range(num_workers - 1)]
+        try:
+            run_one()
         finally:
             wait(others)  # nobody may still read the hidden states when a failed pass is taken apart
         for other in others:
@@ -123,8 +154,6 @@ def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(
         max(1, available_cpus() - 1),
         thread_name_prefix="batchgen-expert",
-        initializer=torch.set_num_threads,
-        initargs=(1,),
     )
 
 
@@ -143,15 +172,10 @@ def experts_per_choice(model: PreTrainedModel) -> float:
     return num_experts(found[0][1]) / (num_choices or 1)
 
 
-def install_source(experts: Any, source: ExpertSource) -> None:
-    """Let an expert module take its weights from `source` instead of its own parameters."""
+def install_source(experts: Any, source: ExpertSource, most_threads: int) -> None:
+    """Let an expert module take its weights from `source`, for so many threads, instead of its parameters."""
     experts.expert_source = source
-
-
-def _resident(experts: Any, hit: list[int]) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
-    stacked = expert_parameters(experts)
-    for expert in hit:
-        yield expert, {name: parameter[expert] for name, parameter in stacked.items()}
+    experts.most_expert_threads = most_threads
 
 
 def _run_expert(experts: Any, parameters: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:

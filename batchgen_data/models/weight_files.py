@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 _BLOCK_BYTES = 4096
 # Larger reads are no faster here (1.4 to 1.7 GB/s from 1 MiB on), smaller ones cost a call each.
 _MOST_READ_BYTES = 4 * 2**20
+# Smaller ones are copied into place: two blocks of padding would cost more than that.
+_LEAST_PLACED_BYTES = 2**18
 _RETRY_PAUSES_S = (0.05, 0.5)
 
 
@@ -40,31 +42,43 @@ class _Copy:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """One read and where its bytes go: `length` bytes of `file` from `offset` on, a whole block."""
+    """One read: `length` bytes of `file` from `offset` on, a whole block.
+
+    Attributes:
+        copies: Where its bytes go from the buffer they are read into.
+        place: Instead: where they are read to, in the memory of their unit.
+        weight_bytes: Bytes that are weights; the rest only completes blocks.
+    """
 
     file: Path
     offset: int
     length: int
-    copies: tuple[_Copy, ...]
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes that are weights; the rest only completes blocks."""
-        return sum(copy.num_bytes for copy in self.copies)
+    copies: tuple[_Copy, ...] = ()
+    place: int | None = None
+    weight_bytes: int = 0
 
 
-def plan_reads(parts: Sequence[Part], read_bytes: int) -> tuple[Read, ...]:
-    """Cut what fills `parts` into reads of at most `read_bytes` (a multiple of 4096), in file order."""
+def plan_reads(
+    parts: Sequence[Part], read_bytes: int, *, only: Sequence[bool] | None = None
+) -> tuple[Read, ...]:
+    """Cut what fills `parts` into reads of at most `read_bytes` (a multiple of 4096), in file order.
+
+    Args:
+        parts: Of one unit.
+        read_bytes: Of a read buffer.
+        only: Which of the parts; None for all.
+    """
     spans = sorted(
         (
             piece.source.file,
-            piece.source.offset + piece.source_first * piece.source.dtype.itemsize,
+            _begin(piece),
             piece.count * piece.source.dtype.itemsize,
             piece.source.dtype,
             number,
             piece.first,
         )
         for number, part in enumerate(parts)
+        if only is None or only[number]
         for piece in part.pieces
     )
     reads: list[Read] = []
@@ -73,7 +87,8 @@ def plan_reads(parts: Sequence[Part], read_bytes: int) -> tuple[Read, ...]:
 
     def finish() -> None:
         if copies:
-            reads.append(Read(file, start, end - start, tuple(copies)))
+            num_bytes = sum(copy.num_bytes for copy in copies)
+            reads.append(Read(file, start, end - start, tuple(copies), weight_bytes=num_bytes))
             copies.clear()
 
     for span_file, at, num_bytes, dtype, part, first in spans:
@@ -88,6 +103,60 @@ def plan_reads(parts: Sequence[Part], read_bytes: int) -> tuple[Read, ...]:
             end = at + taken
             at, num_bytes, first = end, num_bytes - taken, first + taken // dtype.itemsize
     finish()
+    return tuple(reads)
+
+
+def place_part(part: Part, end: int) -> int | None:
+    """Where `part` can be read to without a copy in memory that is taken up to byte `end`; None where not.
+
+    Reads past the page cache fill whole blocks with whole blocks: a part can lie as far from the start of a
+    block as it does in its file. Its blocks are its own, so that what completes them overwrites nothing.
+    """
+    pieces = part.pieces
+    if part.num_bytes < _LEAST_PLACED_BYTES or not all(map(_follows, pieces, pieces[1:])):
+        return None
+    if pieces[0].first or pieces[0].source.dtype != part.dtype:
+        return None
+    return -(-end // _BLOCK_BYTES) * _BLOCK_BYTES + _begin(pieces[0]) % _BLOCK_BYTES
+
+
+def _follows(piece: Piece, following: Piece) -> bool:
+    """Whether two pieces lie side by side in the same file and in their part."""
+    return (
+        piece.source.file == following.source.file
+        and piece.source.dtype == following.source.dtype
+        and _begin(piece) + piece.count * piece.source.dtype.itemsize == _begin(following)
+        and piece.first + piece.count == following.first
+    )
+
+
+def _begin(piece: Piece) -> int:
+    """The byte of its file at which a piece begins."""
+    return piece.source.offset + piece.source_first * piece.source.dtype.itemsize
+
+
+def placed_bytes(part: Part, place: int) -> int:
+    """The end of a placed part's last block."""
+    return -(-(place + part.num_bytes) // _BLOCK_BYTES) * _BLOCK_BYTES
+
+
+def plan_placed(part: Part, place: int, read_bytes: int) -> tuple[Read, ...]:
+    """Cut what fills `part`, placed at byte `place` of its unit, into reads of at most `read_bytes`."""
+    file, begin = part.pieces[0].source.file, _begin(part.pieces[0])
+    end, at = begin + part.num_bytes, begin // _BLOCK_BYTES * _BLOCK_BYTES
+    reads = []
+    while at < end:
+        length = min(read_bytes, end - at)
+        reads.append(
+            Read(
+                file,
+                at,
+                length,
+                place=place + at - begin,
+                weight_bytes=at + length - max(at, begin),
+            )
+        )
+        at += length
     return tuple(reads)
 
 
@@ -124,7 +193,11 @@ class WeightFiles:
             raise ConfigError(f"cannot open the weights file {file}: {error.strerror or error}") from error
 
     def read(self, read: Read, buffer: torch.Tensor) -> None:
-        """Fill the front of `buffer` (from `read_buffer`) with the bytes of `read`; tried three times.
+        """Fill the front of `buffer` with the bytes of `read`, up to the end of a block; tried three times.
+
+        Args:
+            read: What.
+            buffer: Starts at a block, like `read_buffer`'s.
 
         Raises:
             DeviceError: The bytes cannot be read; file, offset and cause are named.

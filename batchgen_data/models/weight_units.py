@@ -20,7 +20,14 @@ from batchgen_data.models.checkpoint_map import (
     whole_part,
 )
 from batchgen_data.models.residency import Residency, WeightSizes
-from batchgen_data.models.weight_files import read_size
+from batchgen_data.models.weight_files import (
+    Read,
+    place_part,
+    placed_bytes,
+    plan_placed,
+    plan_reads,
+    read_size,
+)
 
 # Two reads under way, one being copied.
 NUM_READ_BUFFERS = 3
@@ -30,20 +37,51 @@ _ALIGNMENT_BYTES = 64
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Unit:
-    """What is streamed at once; `offsets` are bytes in its buffer."""
+    """What is streamed at once.
+
+    Attributes:
+        parts: What it holds.
+        offsets: Where each part lies in the unit's buffer, in bytes.
+        placed: Whether a part lies so that it can be read there without a copy.
+        num_bytes: Of the buffer.
+    """
 
     parts: tuple[Part, ...]
     offsets: tuple[int, ...]
+    placed: tuple[bool, ...]
     num_bytes: int
+
+    def plan_reads(self, read_bytes: int, *, in_place: bool) -> tuple[Read, ...]:
+        """What to read, in pieces of at most `read_bytes` (a multiple of 4096).
+
+        Args:
+            read_bytes: Of a read buffer.
+            in_place: Whether the unit's buffer is memory that a disk can write to.
+        """
+        reads = [
+            read
+            for part, offset, placed in zip(self.parts, self.offsets, self.placed, strict=True)
+            if in_place and placed
+            for read in plan_placed(part, offset, read_bytes)
+        ]
+        copied = [not (in_place and placed) for placed in self.placed]
+        return (*reads, *plan_reads(self.parts, read_bytes, only=copied))
 
 
 def make_unit(parts: Sequence[Part]) -> Unit:
     """Lay parts out in a buffer, one after the other."""
-    offsets, end = [], 0
+    offsets: list[int] = []
+    placed: list[bool] = []
+    end = 0
     for part in parts:
-        offsets.append(end)
-        end += -(-part.num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-    return Unit(tuple(parts), tuple(offsets), end)
+        place = place_part(part, end)
+        offsets.append(end if place is None else place)
+        placed.append(place is not None)
+        if place is None:
+            end += -(-part.num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        else:
+            end = placed_bytes(part, place)
+    return Unit(tuple(parts), tuple(offsets), tuple(placed), end)
 
 
 class StreamableWeights:

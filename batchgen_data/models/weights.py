@@ -25,7 +25,7 @@ from batchgen_data.errors import BatchgenError, DeviceError, InternalError
 from batchgen_data.models.checkpoint_map import Part
 from batchgen_data.models.experts import install_source
 from batchgen_data.models.residency import Residency
-from batchgen_data.models.weight_files import Read, WeightFiles, copy_weights, plan_reads, read_buffer
+from batchgen_data.models.weight_files import Read, WeightFiles, copy_weights, read_buffer
 from batchgen_data.models.weight_units import NUM_READ_BUFFERS, StreamableWeights, Unit
 from batchgen_data.runtime.trace import OFF, Trace
 
@@ -72,11 +72,14 @@ class _Slot:
 
 @dataclass(slots=True, eq=False)
 class _Ring:
-    """Buffers of one size and the units they shall hold next, in order of use."""
+    """Buffers of one size and the units they shall hold next, in order of use.
+
+    `held` are the buffers that threads compute with, one each at most.
+    """
 
     slots: list[_Slot]
     queue: deque[Unit] = field(default_factory=deque)
-    held: _Slot | None = None
+    held: dict[int, _Slot] = field(default_factory=dict)
 
     def want(self, units: Iterable[Unit]) -> None:
         """Replace what is wanted; nothing is held.
@@ -84,7 +87,7 @@ class _Ring:
         A buffer keeps what it has only if that is among the next to be used: were all of them kept for later
         units, the first one would wait for a buffer for ever.
         """
-        assert self.held is None
+        assert not self.held
         units = list(units)
         missing = {id(unit) for unit in units[: len(self.slots)]}
         there: set[int] = set()
@@ -103,21 +106,27 @@ class _Ring:
             (
                 slot
                 for slot in self.slots
-                if not slot.wanted and not slot.reads_left and slot is not self.held
+                if not slot.wanted and not slot.reads_left and slot not in self.held.values()
             ),
             None,
         )
 
-    def release(self) -> None:
-        if self.held is not None:
-            if self.held.memory.is_cuda:
-                self.held.computed = torch.cuda.Event()
-                self.held.computed.record()
-            self.held.wanted, self.held = False, None
+    def release(self, thread: int) -> None:
+        slot = self.held.pop(thread, None)
+        if slot is None:
+            return
+        slot.wanted = False
+        if slot.memory.is_cuda:
+            slot.computed = torch.cuda.Event()
+            slot.computed.record()
+
+    def release_all(self) -> None:
+        for thread in tuple(self.held):
+            self.release(thread)
 
 
 class WeightStream:
-    """The streamed weights of one model, used by one thread at a time.
+    """The streamed weights of one model: layers for one thread at a time, experts of a layer for several.
 
     Wraps the `forward` of every decoder layer: the first call of a layer brings its weights, and those of
     the layers before it make room. Sub-batches of a pass must therefore all go through a layer before one
@@ -165,18 +174,20 @@ class WeightStream:
         self._expert_ring = _Ring(self._slots(residency.expert_slots, expert_bytes))
         self._read_bytes = streamable.read_bytes
         self._layer: int | None = None
-        self._turn = 0  # of calls of sparse blocks
+        self._turn: StreamedExperts | None = None  # the latest call of a sparse block
         # Whether a layer's last call needed all its streamed experts, as it does while many rows decode:
         # then the next one's are read before its router has run.
         self._all_hit = [False] * len(self._experts)
         self._changed = threading.Condition()
-        self._urgent: Unit | None = None
+        self._urgent: list[Unit] = []
         self._closing = False
         self._thread = threading.Thread(target=self._main, name="batchgen-weights", daemon=True)
         for number, layer in enumerate(self._layers):
             _wrap_forward(layer, functools.partial(self.enter_layer, number))
             if (module := streamable.expert_modules[number]) is not None:
-                install_source(module, functools.partial(self.experts, number))
+                # One buffer more than threads, so that the next expert comes while each has its own.
+                most_threads = max(1, residency.expert_slots - 1)
+                install_source(module, functools.partial(self.experts, number), most_threads)
         self._thread.start()
 
     def enter_layer(self, number: int) -> None:
@@ -201,47 +212,43 @@ class WeightStream:
                 module._parameters[name] = nn.Parameter(view, requires_grad=False)
         self._layer = number
 
-    def experts(self, number: int, hit: list[int]) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
-        """Go through the experts that got tokens.
+    def experts(self, number: int, hit: list[int]) -> StreamedExperts:
+        """Begin to go through the experts that got tokens; what an earlier call left over is void.
 
         Args:
             number: The layer.
             hit: Experts, ascending.
-
-        Yields:
-            An expert and its weights by parameter name, without the dimension of experts. They are valid
-            until the next one is asked for.
-
-        Raises:
-            DeviceError: They cannot be read.
         """
         units = self._experts[number]
         resident = self._resident_experts[number]
         streamed = [units[expert] for expert in hit if expert >= len(resident)]
         self._all_hit[number] = len(streamed) == len(units) - len(resident) > 0
         with self._changed:
-            self._turn += 1
-            turn = self._turn
-            self._expert_ring.release()
+            self._turn = turn = StreamedExperts(self, number, hit)
+            self._expert_ring.release_all()
             self._expert_ring.want(streamed)
             self._changed.notify_all()
-        try:
-            for expert in hit:
-                names = [part.name for part in units[expert].parts]
-                if expert < len(resident):
-                    yield expert, dict(zip(names, resident[expert], strict=True))
-                else:
-                    views = self._acquire(self._expert_ring, units[expert])
-                    yield expert, dict(zip(names, views, strict=True))
-        finally:
-            with self._changed:
-                # A call that raised may be kept alive by its traceback and end during a later one.
-                if turn == self._turn:
-                    self._expert_ring.release()
-                    self._expert_ring.want(())
-                    if number == len(self._experts) - 1:
-                        self._foresee(0)  # the next pass follows
-                    self._changed.notify_all()
+        return turn
+
+    def take_expert(self, turn: StreamedExperts, expert: int) -> dict[str, torch.Tensor]:
+        """An expert's weights, held for this thread, whose last ones make room. See `StreamedExperts`."""
+        unit, resident = self._experts[turn.layer][expert], self._resident_experts[turn.layer]
+        views = resident[expert] if expert < len(resident) else self._acquire(self._expert_ring, unit)
+        return {part.name: view for part, view in zip(unit.parts, views, strict=True)}
+
+    def leave_experts(self, turn: StreamedExperts, *, is_over: bool) -> None:
+        """This thread has computed with what it held; `is_over`: and no thread will ask for more."""
+        with self._changed:
+            if turn is not self._turn:
+                return  # a later call has the buffers
+            self._expert_ring.release(threading.get_ident())
+            if is_over:
+                self._turn = None
+                self._expert_ring.release_all()
+                self._expert_ring.want(())
+                if turn.layer == len(self._experts) - 1:
+                    self._foresee(0)  # the next pass follows
+            self._changed.notify_all()
 
     def close(self) -> None:
         """Stop the threads and give the buffers back; the model cannot run afterwards. Safe to call twice."""
@@ -261,46 +268,52 @@ class WeightStream:
             for module, name, placeholder in self._parameters.get(self._layer, ()):
                 module._parameters[name] = placeholder
         self._layer = None
-        self._layer_ring.release()
+        self._layer_ring.release_all()
 
     def _foresee(self, number: int) -> None:
         """Ask for the experts of the next sparse block from `number` on, where all will be needed."""
         following = next((at for at in range(number, len(self._experts)) if self._experts[at]), None)
-        if following is not None and self._all_hit[following] and self._expert_ring.held is None:
+        if following is not None and self._all_hit[following] and not self._expert_ring.held:
             self._expert_ring.want(self._experts[following][len(self._resident_experts[following]) :])
 
     def _acquire(self, ring: _Ring, unit: Unit) -> list[torch.Tensor]:
         """Wait until a unit is there and hold it; the one held before makes room."""
         with self._changed:
-            if ring.held is not None and ring.held.unit is not unit:
-                ring.release()
+            thread = threading.get_ident()
+            if thread in ring.held and ring.held[thread].unit is not unit:
+                ring.release(thread)
                 self._changed.notify_all()
             slot = ring.find(unit)
+            if self._closing:
+                raise BatchgenError("the weights of this model are closed")
             if slot is None and unit not in ring.queue:
-                ring.want((unit,))
-                slot = ring.find(unit)
+                raise InternalError("weights were asked for that are not the next to be used")
             if slot is not None and not slot.reads_left:
                 self.counts.hits += 1
             else:
                 self.counts.waits += 1
                 started = time.perf_counter()
-                self._urgent = unit
+                self._urgent.append(unit)
                 self._changed.notify_all()
-                while (slot := ring.find(unit)) is None or slot.reads_left:
-                    if self._closing:
-                        raise BatchgenError("the weights of this model are closed")
-                    if not self._thread.is_alive():
-                        raise InternalError("the thread that reads weights has stopped")
-                    self._changed.wait(1.0)
-                self._urgent = None
+                try:
+                    while (slot := ring.find(unit)) is None or slot.reads_left:
+                        if self._closing:
+                            raise BatchgenError("the weights of this model are closed")
+                        if not self._thread.is_alive():
+                            raise InternalError("the thread that reads weights has stopped")
+                        self._changed.wait(1.0)
+                finally:
+                    self._urgent.remove(unit)
                 self.counts.wait_s += time.perf_counter() - started
             if slot.error is not None:
                 slot.wanted = False
                 raise slot.error
-            ring.held = slot
+            ring.held[thread] = slot
             return slot.views()
 
     def _slots(self, count: int, num_bytes: int) -> list[_Slot]:
+        if self._device.type == "cpu":
+            return [_Slot(read_buffer(num_bytes)) for _ in range(count)]
         return [_Slot(torch.empty(num_bytes, dtype=torch.uint8, device=self._device)) for _ in range(count)]
 
     def _load_resident(self, units: Sequence[Unit]) -> list[list[torch.Tensor]]:
@@ -333,8 +346,10 @@ class WeightStream:
                         break
                 while buffers and (coming or self._start(coming)):
                     slot, read = coming.popleft()
+                    # Also where none is needed: so many reads are under way at once.
                     buffer = buffers.popleft()
-                    under_way.append((slot, read, buffer, readers.submit(self._read, read, buffer)))
+                    into = buffer if read.place is None else slot.memory[read.place :]
+                    under_way.append((slot, read, buffer, readers.submit(self._read, read, into)))
                 slot, read, buffer, future = under_way.popleft()
                 self._finish(slot, read, buffer, future, stream)
                 buffers.append(buffer)
@@ -347,12 +362,12 @@ class WeightStream:
         """Give the most urgent unit that is wanted a free buffer, if there are both."""
         with self._changed:
             rings = (self._expert_ring, self._layer_ring)
-            for ring in sorted(rings, key=lambda ring: self._urgent not in ring.queue):
+            for ring in sorted(rings, key=lambda ring: not any(one in ring.queue for one in self._urgent)):
                 slot = ring.free_slot()
                 if not ring.queue or slot is None:
                     continue
                 unit = ring.queue.popleft()
-                reads = plan_reads(unit.parts, self._read_bytes)
+                reads = unit.plan_reads(self._read_bytes, in_place=not slot.memory.is_cuda)
                 slot.unit, slot.wanted, slot.reads_left, slot.error = unit, True, len(reads), None
                 coming.extend((slot, read) for read in reads)
                 return True
@@ -367,7 +382,7 @@ class WeightStream:
             if slot.computed is not None:
                 slot.computed.synchronize()
                 slot.computed = None
-            if slot.error is None:
+            if slot.error is None and read.place is None:
                 copy_weights(read, buffer, slot.views())
                 if stream is not None:
                     stream.synchronize()
@@ -380,6 +395,40 @@ class WeightStream:
             slot.error = slot.error or error
             slot.reads_left -= 1
             self._changed.notify_all()
+
+
+class StreamedExperts:
+    """The experts of one call of a sparse block, in order; several threads may take from it.
+
+    Gives an expert and its weights by parameter name, without the dimension of experts. They are valid until
+    the thread that took them asks for the next, or the call is closed.
+    """
+
+    def __init__(self, stream: WeightStream, layer: int, hit: Sequence[int]) -> None:
+        self.layer = layer
+        self._stream = stream
+        self._left = deque(hit)
+
+    def __iter__(self) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
+        return self
+
+    def __next__(self) -> tuple[int, dict[str, torch.Tensor]]:
+        """Wait for the next expert.
+
+        Raises:
+            DeviceError: It cannot be read.
+        """
+        self._stream.leave_experts(self, is_over=False)
+        try:
+            expert = self._left.popleft()
+        except IndexError:
+            raise StopIteration from None
+        return expert, self._stream.take_expert(self, expert)
+
+    def close(self) -> None:
+        """No thread computes with these experts any more, or will ask for one. Safe to call twice."""
+        self._left.clear()
+        self._stream.leave_experts(self, is_over=True)
 
 
 def _locate(layer: nn.Module, parts: Sequence[Part]) -> list[tuple[nn.Module, str, nn.Parameter]]:

@@ -16,7 +16,8 @@ from transformers.core_model_loading import Concatenate, MergeModulelist, Transp
 
 from batchgen_data import LLM, SamplingParams
 from batchgen_data.errors import BatchgenError, ConfigError, DeviceError, PlanError
-from batchgen_data.models import checkpoint_map, weight_files
+from batchgen_data.models import checkpoint_map, weight_files, weight_units
+from batchgen_data.models import experts as experts_module
 from batchgen_data.models.checkpoint_map import Part, Piece, StoredTensor, stored_tensors
 from batchgen_data.models.experts import install_experts, run_experts
 from batchgen_data.models.load import LoadedModel, load_model, resolve_source
@@ -134,6 +135,61 @@ def test_logits_are_those_of_resident_weights(
         assert counts.resident_bytes + counts.ring_bytes <= budget
         assert counts.resident_bytes + counts.streamed_bytes == pytest.approx(total, rel=0.01)
         assert loaded.eos_token_ids == {1}
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "qwen3_moe"])
+def test_parts_that_are_read_to_their_places_are_whole(
+    tmp_path: Path, family: str, opened: list[LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts that begin anywhere in a block, in reads that end anywhere in the part."""
+    monkeypatch.setattr(weight_files, "_LEAST_PLACED_BYTES", 1)
+    monkeypatch.setattr(weight_files, "_MOST_READ_BYTES", 8192)
+    folder = deep(tmp_path, family)
+    placed = []
+    real = weight_units.plan_placed
+    monkeypatch.setattr(
+        weight_units, "plan_placed", lambda part, *rest: placed.append(part.name) or real(part, *rest)
+    )
+    loaded = streamed(opened, folder)
+    want = resident_logits(folder)
+    for _ in range(3):
+        assert torch.equal(logits(loaded.model), want)
+    # Of Mixtral's gate and up projections another tensor lies in between.
+    assert any("down_proj" in name for name in placed)
+    assert any("gate_up" in name for name in placed) == (family == "qwen3_moe")
+
+
+def test_threads_share_streamed_experts(
+    tmp_path: Path, opened: list[LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = deep(tmp_path, "mixtral")
+    total = sum(parameter.nbytes for parameter in load(folder).model.parameters())
+    loaded = streamed(opened, folder, total // 2)
+    block = loaded.model.model.layers[4].mlp.experts
+    assert block.most_expert_threads > 2
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(40, 64, generator=generator)
+    index = torch.rand(40, 8, generator=generator).argsort()[:, :2]
+    gates = torch.rand(40, 2, generator=generator)
+    names = set()
+    run_expert = experts_module._run_expert
+
+    def watched(*args: Any) -> torch.Tensor:
+        names.add(threading.current_thread().name)
+        both.wait(10)  # so that neither thread does all the work
+        return run_expert(*args)
+
+    both = threading.Barrier(2)
+    with torch.inference_mode():
+        want = run_experts(block, hidden, index, gates)
+        monkeypatch.setattr(experts_module, "_run_expert", watched)
+        torch.set_num_threads(2)
+        try:
+            for _ in range(3):
+                assert torch.equal(run_experts(block, hidden, index, gates), want)
+        finally:
+            torch.set_num_threads(1)
+    assert len(names) == 2
 
 
 def test_a_budget_for_everything_streams_nothing(llama: Path) -> None:
