@@ -1,4 +1,4 @@
-"""The command line: ``batchgen run``, ``preview``, ``status`` and ``verify``.
+"""The command line: ``batchgen run``, ``preview``, ``plan``, ``status`` and ``verify``.
 
 Exit codes: 0 every row is accounted for without an error (rows may be skipped), 3 finished with row errors,
 4 more rows failed than allowed, 2 bad options or files, or an output of another job, found before anything
@@ -12,7 +12,7 @@ import json
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields, replace
 from typing import Annotated, Any
 
 import typer
@@ -21,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from batchgen_data import __version__
+from batchgen_data.cli_options import Inputs, PlanOptions, PreviewOptions, RunOptions, SharedOptions
 from batchgen_data.config import EngineConfig
 from batchgen_data.errors import (
     BatchgenError,
@@ -45,156 +46,8 @@ _CONTROL_MARKS = {
 app = typer.Typer(add_completion=False)
 
 
-def _option(panel: str, help: str, *names: str, **extra: Any) -> Any:
-    return typer.Option(*names, help=help, rich_help_panel=panel, show_default=False, **extra)
-
-
-_PROMPT, _SAMPLING, _MODEL, _RUN = "Prompts", "Sampling", "Model and engine", "Job"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SharedOptions:
-    """Options of both commands; the fields become command-line options of their names."""
-
-    model: Annotated[str, _option(_MODEL, "Model folder, Hugging Face id, or .gguf file.", "--model", "-m")]
-    prompt: Annotated[str | None, _option(_PROMPT, "Jinja template over the columns.")] = None
-    prompt_column: Annotated[str | None, _option(_PROMPT, "Text column with the prompt.")] = None
-    messages_column: Annotated[
-        str | None, _option(_PROMPT, "Column of conversations: role/content structs, or JSON text.")
-    ] = None
-    system: Annotated[str | None, _option(_PROMPT, "System message put before each prompt.")] = None
-    raw: Annotated[bool, _option(_PROMPT, "Send the text as it is, without the chat template.", "--raw")] = (
-        False
-    )
-    chat_template_kwargs: Annotated[
-        str | None, _option(_PROMPT, "Variables of the chat template, as one JSON object.")
-    ] = None
-    control_tokens: Annotated[
-        str,
-        _option(_PROMPT, "What names of control tokens in the data mean: text (default) or tokens."),
-    ] = "text"
-    on_null: Annotated[
-        str, _option(_PROMPT, "Rows with a null the prompt needs: skip (default), error or render.")
-    ] = "skip"
-    sampling_column: Annotated[
-        str | None, _option(_SAMPLING, "Column of per-row settings: a struct, or JSON text.")
-    ] = None
-    sampling: Annotated[str | None, _option(_SAMPLING, "Settings as one JSON object.")] = None
-    temperature: Annotated[float | None, _option(_SAMPLING, "0 is greedy.")] = None
-    top_p: Annotated[float | None, _option(_SAMPLING, "Nucleus mass, above 0 to 1.")] = None
-    top_k: Annotated[int | None, _option(_SAMPLING, "Likeliest tokens kept; 0 keeps all.")] = None
-    min_p: Annotated[float | None, _option(_SAMPLING, "Least probability relative to the likeliest.")] = None
-    repetition_penalty: Annotated[float | None, _option(_SAMPLING, "Above 0; 1 is off.")] = None
-    presence_penalty: Annotated[float | None, _option(_SAMPLING, "From -2 to 2.")] = None
-    frequency_penalty: Annotated[float | None, _option(_SAMPLING, "From -2 to 2.")] = None
-    max_tokens: Annotated[int | None, _option(_SAMPLING, "Most tokens to generate per row.")] = None
-    min_tokens: Annotated[int | None, _option(_SAMPLING, "No end before this many tokens.")] = None
-    stop: Annotated[list[str] | None, _option(_SAMPLING, "Text that ends a row; may be repeated.")] = None
-    stop_token_ids: Annotated[
-        list[int] | None, _option(_SAMPLING, "Token id that ends a row; may be repeated.", "--stop-token-id")
-    ] = None
-    seed: Annotated[int | None, _option(_SAMPLING, "Seed of the random draws.")] = None
-    logit_bias: Annotated[
-        str | None, _option(_SAMPLING, "JSON object of token ids to biases, -100 to 100.")
-    ] = None
-    ignore_eos: Annotated[bool | None, _option(_SAMPLING, "Go on after the model's end token.")] = None
-    include_stop_str_in_output: Annotated[
-        bool | None, _option(_SAMPLING, "Keep the stop string in the text.")
-    ] = None
-    skip_special_tokens: Annotated[
-        bool | None, _option(_SAMPLING, "Leave special tokens out of the text (default).")
-    ] = None
-    do_sample: Annotated[
-        bool | None, _option(_SAMPLING, "Sample, at the model's temperature; --no-do-sample is greedy.")
-    ] = None
-    revision: Annotated[str | None, _option(_MODEL, "Hub revision of the model.")] = None
-    tokenizer: Annotated[str | None, _option(_MODEL, "Other folder, id or id@revision of the tokenizer.")] = (
-        None
-    )
-    device: Annotated[str | None, _option(_MODEL, "auto (default), cpu, cuda, cuda:1.")] = None
-    dtype: Annotated[str | None, _option(_MODEL, "auto (default), float32, bfloat16, float16.")] = None
-    num_threads: Annotated[int | None, _option(_MODEL, "CPU threads per worker.")] = None
-    kv_memory: Annotated[str | None, _option(_MODEL, "Memory for KV pages per worker, as 4GiB.")] = None
-    weights_memory: Annotated[
-        str | None, _option(_MODEL, "Memory for weights per worker, as 4GiB; the rest is streamed from disk.")
-    ] = None
-    kv_residence: Annotated[
-        str | None,
-        _option(_MODEL, "Where KV pages live: device (default), or host with --kv-memory staging."),
-    ] = None
-    host_memory: Annotated[
-        str | None, _option(_MODEL, "Host memory per worker for KV of suspended rows, or all KV; as 64GiB.")
-    ] = None
-    host_path: Annotated[
-        str | None, _option(_MODEL, "Folder for the host tier as a file, instead of memory.")
-    ] = None
-    attention_sub_batch: Annotated[
-        int | None, _option(_MODEL, "Rows that attend together before the experts run over all.")
-    ] = None
-    max_sequences: Annotated[int | None, _option(_MODEL, "Rows decoded together at most.")] = None
-    max_step_tokens: Annotated[int | None, _option(_MODEL, "Tokens of one forward pass at most.")] = None
-    max_context_tokens: Annotated[
-        int | None, _option(_MODEL, "Prompt and output together; default: the model's limit.")
-    ] = None
-    trace: Annotated[
-        str | None, _option(_MODEL, "Write where the time of the first passes went, for chrome://tracing.")
-    ] = None
-    callbacks: Annotated[
-        list[str] | None,
-        _option(_MODEL, "Shipped callback: prompt-lookup or int8-kv; may be repeated.", "--callback"),
-    ] = None
-    format: Annotated[str | None, _option(_RUN, "parquet, jsonl or csv; default: by each file's name.")] = (
-        None
-    )
-    generated_tokens: Annotated[
-        bool, _option(_RUN, "Also write the generated token ids.", "--generated-tokens")
-    ] = False
-    output_prefix: Annotated[str, _option(_RUN, "Put before the names of the result columns.")] = ""
-    debug: Annotated[bool, _option(_RUN, "Show tracebacks of errors.", "--debug")] = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunOptions(SharedOptions):
-    """Options of ``batchgen run``."""
-
-    output: Annotated[
-        str,
-        _option(_RUN, "Folder for the results: new, or of this job to go on.", "--output", "-o"),
-    ]
-    limit: Annotated[int | None, _option(_RUN, "Take only the first rows of all inputs together.")] = None
-    num_actors: Annotated[
-        int | None, _option(_RUN, "Workers, each with the model; default: one per GPU or machine.")
-    ] = None
-    num_gpus: Annotated[float | None, _option(_RUN, "GPUs per worker; default: 1 if there are any.")] = None
-    batch_size: Annotated[int | None, _option(_RUN, "Rows of one call; default: 16 to 64.")] = None
-    fail_fast: Annotated[bool, _option(_RUN, "Stop at the first row with an error.", "--fail-fast")] = False
-    max_failed_rows: Annotated[
-        str | None, _option(_RUN, "Stop when more rows failed: a number, or a share such as 5%.")
-    ] = None
-    retry_failed: Annotated[
-        bool, _option(_RUN, "Try rows again whose outcome is an error.", "--retry-failed")
-    ] = False
-    overwrite: Annotated[
-        bool,
-        _option(_RUN, "Replace other results in OUT once the new ones are complete.", "--overwrite"),
-    ] = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreviewOptions(SharedOptions):
-    """Options of ``batchgen preview``."""
-
-    num_rows: Annotated[int, _option(_RUN, "Rows to show (default 5).", "--num-rows", "-n", min=1)] = 5
-
-
 class _Interrupted(Exception):
     """Ctrl-C or SIGTERM stopped a command; the text says what is left of it."""
-
-
-Inputs = Annotated[
-    list[str],
-    typer.Argument(metavar="IN", help="Parquet, JSON Lines or CSV: files, folders, globs, fsspec URLs."),
-]
 
 
 def _command(options: type[SharedOptions]) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -204,16 +57,18 @@ def _command(options: type[SharedOptions]) -> Callable[[Callable[..., None]], Ca
         hints = {**hints, **inspect.get_annotations(options, eval_str=True)}
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
-        def command(inputs: list[str], **given: Any) -> None:
+        def command(inputs: list[str] | None = None, **given: Any) -> None:
             try:
-                body(inputs, options(**given))
+                body(inputs or [], options(**given))
             except KeyboardInterrupt as error:
                 # typer would end the process by itself, without a word.
                 writes = options is RunOptions
                 left = "; finished rows are kept: run the same command to go on" if writes else ""
                 raise _Interrupted(f"interrupted{left}") from error
 
-        parameters = [inspect.Parameter("inputs", inspect.Parameter.KEYWORD_ONLY, annotation=Inputs)]
+        parameters = []
+        if options is not PlanOptions:
+            parameters.append(inspect.Parameter("inputs", inspect.Parameter.KEYWORD_ONLY, annotation=Inputs))
         for field in fields(options):
             default = {} if field.default is field.default_factory else {"default": field.default}
             parameters.append(
@@ -315,6 +170,33 @@ def _preview(inputs: list[str], options: PreviewOptions) -> None:
             print_line(console, f"[{row.finish_reason}: {row.error_code}] {row.error_message}")
     if num_failed:
         raise typer.Exit(EXIT_ROW_ERRORS)
+
+
+@_command(PlanOptions)
+def _plan(inputs: list[str], options: PlanOptions) -> None:
+    """Choose batch sizes and where weights and KV live, and predict what they give; nothing is generated.
+
+    The model is measured on this machine once; later plans and runs use what was kept.
+    """
+    from batchgen_data.job.plan import plan_job, plan_lines, plan_record
+
+    errors = Console(stderr=True)
+    # What a run would refuse without KV in the host tier is a budget here.
+    config = _job_config(options.input or [], replace(options, host_memory=None))
+    advice = plan_job(
+        config,
+        device_memory=options.device_memory,
+        host_memory=options.host_memory,
+        notify=lambda what: print_line(errors, f"measuring: {what}", style="dim"),
+    )
+    console = Console()
+    if options.json:
+        console.out(json.dumps(plan_record(advice), indent=1), highlight=False)
+        return
+    for line in plan_lines(advice):
+        print_line(console, line)
+    if options.explain:
+        print_line(console, "\n" + advice.explain())
 
 
 def _job_config(inputs: list[str], options: SharedOptions) -> JobConfig:

@@ -15,7 +15,7 @@ from batchgen_data.errors import ConfigError
 from batchgen_data.models.load import load_tokenizer, resolve_source
 from batchgen_data.prompts import EncodedRow, PromptSpec, encode_prompts, encode_rows
 from batchgen_data.runtime.engine import vocabulary_problem
-from batchgen_data.runtime.startup import Share, start_engine
+from batchgen_data.runtime.startup import Share, plan_engine, start_engine
 from batchgen_data.sampling import SamplingParams, resolve, sources
 from batchgen_data.schema import Outcome, append_results, check_columns
 
@@ -69,6 +69,8 @@ class LLM:
         if _spec is not None:
             # Before the weights are read: a column of conversations needs a chat template.
             _spec.check_tokenizer(self.tokenizer)
+        self._plan = plan_engine(source, config, share=share)
+        config = self._plan.apply(config)
         self._engine, loaded = start_engine(source, config, tokenizer=self.tokenizer, share=share)
         # The model itself is the engine's alone, so that `close` frees it.
         self._defaults = loaded.sampling_defaults
@@ -213,6 +215,7 @@ class LLM:
             "context_tokens": self._engine.context_tokens,
             "kv_pages": limits.num_pages,
             "page_tokens": limits.page_tokens,
+            "plan": dataclasses.asdict(self._plan),
             "sampling": dataclasses.asdict(resolve(sampling, self._defaults)),
             "sampling_sources": sources(sampling, self._defaults),
         }

@@ -6,5 +6,9 @@ import sys
 from pathlib import Path
 
 _TESTS = Path(__file__).parent
-for folder in (_TESTS, _TESTS / "runtime", _TESTS / "crash", _TESTS.parent / "benchmarks"):
+for folder in (
+    _TESTS,
+    *(_TESTS / name for name in ("runtime", "crash", "planner")),
+    _TESTS.parent / "benchmarks",
+):
     sys.path.insert(0, str(folder))

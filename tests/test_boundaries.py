@@ -23,6 +23,8 @@ TORCH_FREE = (
     "columns",
     "row_values",
 )
+TORCH_FREE_RUNTIME = ("scheduler", "residents", "suspects", "pages", "sequence", "host_store")
+TORCH_FREE_PLANNER = ("cache", "cost", "dag", "plan", "roofline", "rules", "search", "sizes", "workload")
 
 
 def imports(path: Path) -> Iterator[tuple[str, bool]]:
@@ -96,9 +98,11 @@ def files(folder: Path) -> list[Path]:
     "path",
     [
         *files(PACKAGE / "job"),
-        *(PACKAGE / "runtime" / f"{name}.py" for name in ("scheduler", "pages", "sequence", "host_store")),
+        *(PACKAGE / "runtime" / f"{name}.py" for name in TORCH_FREE_RUNTIME),
+        *(PACKAGE / "planner" / f"{name}.py" for name in TORCH_FREE_PLANNER),
         *(PACKAGE / f"{name}.py" for name in TORCH_FREE),
         PACKAGE / "cli.py",
+        PACKAGE / "cli_options.py",
         PACKAGE / "pool.py",
     ],
     ids=lambda path: str(path.relative_to(PACKAGE)),
@@ -110,7 +114,7 @@ def test_these_bring_no_torch(path: Path) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    [*files(PACKAGE / "runtime"), *files(PACKAGE / "models")],
+    [*files(PACKAGE / "runtime"), *files(PACKAGE / "models"), *files(PACKAGE / "planner")],
     ids=lambda path: str(path.relative_to(PACKAGE)),
 )
 def test_the_runtime_knows_nothing_of_ray(path: Path) -> None:

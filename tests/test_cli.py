@@ -533,7 +533,8 @@ def test_an_interrupted_preview_says_nothing_of_an_output(
 def test_version_and_help_need_neither_torch_nor_ray() -> None:
     script = (
         "import sys; from batchgen_data import cli; "
-        "assert [cli.main(a) for a in (['--version'], [], ['run', '--help'])] == [0, 0, 0]; "
+        "assert [cli.main(a) for a in "
+        "(['--version'], [], ['run', '--help'], ['plan', '--help'])] == [0] * 4; "
         "sys.exit(' '.join({'torch', 'ray', 'transformers'} & set(sys.modules)) or 0)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
@@ -543,7 +544,8 @@ def test_version_and_help_need_neither_torch_nor_ray() -> None:
 
 def test_option_names_are_frozen() -> None:
     """Scripts depend on them: renaming one is a decision, not an accident."""
-    names = {field for kind in (cli.RunOptions, cli.PreviewOptions) for field in kind.__dataclass_fields__}
+    kinds = (cli.RunOptions, cli.PreviewOptions, cli.PlanOptions)
+    names = {field for kind in kinds for field in kind.__dataclass_fields__}
     assert names == {
         *("model", "prompt", "prompt_column", "messages_column", "system", "raw", "on_null"),
         *("sampling_column", "sampling", "temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
@@ -555,7 +557,7 @@ def test_option_names_are_frozen() -> None:
         *("num_rows", "chat_template_kwargs", "control_tokens"),
         *("max_failed_rows", "retry_failed", "overwrite"),
         *("weights_memory", "kv_residence", "host_memory", "host_path", "attention_sub_batch", "trace"),
-        "callbacks",
+        *("moe_batch_tokens", "yield_at", "callbacks", "input", "device_memory", "explain", "json"),
     }
     assert set(SamplingParams.__dataclass_fields__) <= names
 

@@ -278,7 +278,11 @@ class WeightFiles:
 
 def read_size(units: Iterable[Sequence[Part]]) -> int:
     """Bytes of the buffers in which to read `units`: as much as the longest tensor, within bounds."""
-    longest = max((_stored_bytes(part) for parts in units for part in parts), default=0)
+    return read_bytes(max((_stored_bytes(part) for parts in units for part in parts), default=0))
+
+
+def read_bytes(longest: int) -> int:
+    """Bytes of a buffer to read tensors of at most `longest` bytes in."""
     return min(_MOST_READ_BYTES, _BLOCK_BYTES * (2 + longest // _BLOCK_BYTES))
 
 

@@ -17,6 +17,8 @@ from batchgen_data.models.kv_pool import KVPool, LayerShape
 from batchgen_data.models.kv_staging import StagedKVPool, sub_batch_pages
 from batchgen_data.models.load import LoadedModel, ModelSource, load_model
 from batchgen_data.models.wrap import install_layer_barriers, install_yield_points
+from batchgen_data.planner.advise import Target, plan_at_start
+from batchgen_data.planner.plan import Plan
 from batchgen_data.runtime.engine import Engine
 from batchgen_data.runtime.executor import TorchExecutor
 from batchgen_data.runtime.resources import available_cpus, free_memory_bytes
@@ -43,6 +45,44 @@ class Share:
 
     actors_per_node: int = 1
     gpu: float = 1.0
+
+
+def plan_target(
+    source: ModelSource,
+    config: EngineConfig,
+    *,
+    share: Share | None = None,
+    device_memory: int | None = None,
+    host_memory: int | None = None,
+) -> Target:
+    """What a plan for an engine of this process is made for, with budgets of the tiers where given.
+
+    Raises:
+        ConfigError: no such device.
+    """
+    share = share or Share()
+    device = _device(config.device)
+    dtype = _dtype(config.dtype, device)
+    return Target(
+        source=source,
+        config=config,
+        device=device,
+        dtype=dtype if isinstance(dtype, torch.dtype) else None,
+        num_threads=_num_threads(config, share),
+        device_memory=device_memory,
+        host_memory=host_memory,
+        part=share.gpu if device.type == "cuda" else 1 / share.actors_per_node,
+    )
+
+
+def plan_engine(source: ModelSource, config: EngineConfig, *, share: Share | None = None) -> Plan:
+    """Choose what the caller left open about memory and batching; see `planner.advise.plan_at_start`.
+
+    Raises:
+        ConfigError: no such device, a model whose config cannot be used.
+        PlanError: the model runs in no way; no weight has been read.
+    """
+    return plan_at_start(plan_target(source, config, share=share))
 
 
 def start_engine(
