@@ -190,6 +190,15 @@ class WeightStream:
                 install_source(module, functools.partial(self.experts, number), most_threads)
         self._thread.start()
 
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers of the model."""
+        return len(self._layers)
+
+    def num_experts(self, number: int) -> int:
+        """Experts of a layer that come one by one, resident ones included."""
+        return len(self._experts[number])
+
     def enter_layer(self, number: int) -> None:
         """Make a layer's own weights ready; again within the same layer nothing happens.
 

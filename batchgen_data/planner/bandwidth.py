@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import mmap
-import os
+import itertools
 import time
-from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 import torch
 
+from batchgen_data.models.load import load_model, resolve_source
+from batchgen_data.models.weights import WeightStream
+
 _COPY_BYTES = 64 * 2**20
-_READ_BYTES, _ONE_READ_BYTES = 256 * 2**20, 4 * 2**20
+_STREAM_S = 0.5
 
 
 def copy_bandwidth(device: torch.device, page_bytes: int) -> float:
@@ -38,29 +40,31 @@ def copy_bandwidth(device: torch.device, page_bytes: int) -> float:
     return host.nbytes / min(seconds)
 
 
-def read_bandwidth(files: Sequence[Path]) -> float:
-    """Bytes per second that a checkpoint is read with, past the file cache where the system lets us."""
-    buffer = mmap.mmap(-1, _ONE_READ_BYTES)
-    num_bytes, started = 0, time.perf_counter()
-    for file in files:
-        descriptor = _open_direct(file)
-        try:
-            offset = 0
-            while num_bytes < _READ_BYTES and (count := os.preadv(descriptor, [buffer], offset)):
-                num_bytes += count
-                offset += count
-                if count % 4096:
-                    break  # the end; an unaligned offset is refused
-        finally:
-            os.close(descriptor)
-    return num_bytes / max(1e-9, time.perf_counter() - started)
+def open_stream(folder: Path, dtype: torch.dtype, device: torch.device, budget: int) -> WeightStream | None:
+    """The weights of a checkpoint, streamed with `budget` bytes; None where it holds them all.
+
+    Raises:
+        BatchgenError: as `models.load.load_model`.
+    """
+    source = resolve_source(str(folder))
+    return load_model(source, device=device, dtype=dtype, weights_memory=budget).weights
 
 
-def _open_direct(file: Path) -> int:
-    try:
-        return os.open(file, os.O_RDONLY | getattr(os, "O_DIRECT", 0))
-    except OSError:  # a file system without it
-        descriptor = os.open(file, os.O_RDONLY)
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        return descriptor
+def stream_bandwidth(stream: WeightStream) -> float:
+    """Bytes per second of the checkpoint that weights are streamed with while nothing computes.
+
+    Reading, converting and placing them, layer by layer and expert by expert, as in a pass: for about half a
+    second, and through one layer at least.
+    """
+    first = stream.counts.bytes_read
+    started = time.perf_counter()
+    seconds = 0.0
+    for number in itertools.cycle(range(stream.num_layers)):
+        stream.enter_layer(number)
+        with closing(stream.experts(number, list(range(stream.num_experts(number))))) as experts:
+            for _ in experts:
+                pass
+        seconds = time.perf_counter() - started
+        if seconds > _STREAM_S and stream.counts.bytes_read > first:
+            break
+    return (stream.counts.bytes_read - first) / seconds

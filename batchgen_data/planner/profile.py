@@ -27,7 +27,7 @@ from batchgen_data.models.kv_pool import KVPool, LayerShape
 from batchgen_data.models.kv_staging import StagedKVPool
 from batchgen_data.models.load import quiet_transformers
 from batchgen_data.models.wrap import install_yield_points
-from batchgen_data.planner.bandwidth import copy_bandwidth, read_bandwidth
+from batchgen_data.planner.bandwidth import copy_bandwidth, open_stream, stream_bandwidth
 from batchgen_data.planner.cost import CostModel, LayerCosts, PassCosts, Profile
 from batchgen_data.planner.meta import layer_shapes
 from batchgen_data.planner.plan import Budget, Plan
@@ -110,10 +110,10 @@ def profile_model(
                 profile = dataclasses.replace(profile, streamed_mlp=bench.experts_one_by_one())
         del model, bench
         gc.collect()
-        files = sorted(folder.glob("*.safetensors")) if folder is not None else []
-        if files:
+        disk_bytes_s = math.inf
+        if folder is not None and any(folder.glob("*.safetensors")):
             notify("reading the checkpoint")
-        disk_bytes_s = read_bandwidth(files) if files else math.inf
+            disk_bytes_s = _streaming(folder, sizes, device, dtype)
     finally:
         torch.set_num_threads(callers_threads)
     return dataclasses.replace(
@@ -128,6 +128,23 @@ def profile_model(
             "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),
         },
     )
+
+
+def _streaming(folder: Path, sizes: ModelSizes, device: torch.device, dtype: torch.dtype) -> float:
+    stream = open_stream(folder, dtype, device, stream_budget(sizes))
+    if stream is None:
+        return math.inf  # so small a model is never streamed
+    try:
+        return stream_bandwidth(stream)
+    finally:
+        stream.close()
+
+
+def stream_budget(sizes: ModelSizes) -> int:
+    """Bytes for weights with which to learn how fast they are streamed: the least, and more buffers."""
+    widest = max(layer.expert_bytes or layer.core_bytes for layer in sizes.layers)
+    some = sizes.least_weights_bytes + 16 * 2**20 + 8 * widest
+    return min(some, (sizes.least_weights_bytes + sizes.weights_bytes) // 2)
 
 
 def device_name(device: torch.device) -> str:
