@@ -20,7 +20,7 @@ crash-long:      ## the same with 2,000 random kills
 	@scripts/setup
 	@.venv/bin/python tests/crash/bench.py --kills 2000 --every-step --races 50
 
-bench:           ## the comparisons of docs/performance.md (about two hours on 2 cores)
+bench:           ## the comparisons of docs/performance.md (about three hours on 2 cores; larger_than_memory needs root)
 	@scripts/bench
 
 clean:

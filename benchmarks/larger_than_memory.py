@@ -1,6 +1,6 @@
 """A model several times larger than its memory: weights streamed once per pass, against disk offload.
 
-    python benchmarks/larger_than_memory.py [--limit 1GiB] [--batch-sizes 32,64,96]
+    python benchmarks/larger_than_memory.py [--limit 1GiB] [--batch-sizes 64,96,112]
 
 Writes a random mixture-of-experts checkpoint (3.3 GB of float32, in a temporary folder, deleted at the end),
 and completes GSM8K questions with it in processes of one memory cgroup (version 1; needs root):
@@ -237,13 +237,13 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--limit", default="1GiB", help="memory of each side, caches and Python included")
-    parser.add_argument("--weights-memory", default="230MiB", help="of it, ours for weights")
-    parser.add_argument("--kv-memory", default="300MiB", help="of it, ours for keys and values")
-    parser.add_argument("--step-tokens", type=int, default=2048, help="tokens of our prefill passes")
+    parser.add_argument("--weights-memory", default="200MiB", help="of it, ours for weights")
+    parser.add_argument("--kv-memory", default="240MiB", help="of it, ours for keys and values")
+    parser.add_argument("--step-tokens", type=int, default=4096, help="tokens of our prefill passes")
     parser.add_argument("--rows", type=int, default=512)
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--layers", type=int, default=8, help="0.4 GB each")
-    parser.add_argument("--batch-sizes", default="32,64,96", help="of transformers")
+    parser.add_argument("--batch-sizes", default="64,96,112", help="of transformers")
     parser.add_argument("--measured-tokens", type=int, default=4, help="that transformers really generates")
     parser.add_argument("--sides", default="ours,theirs")
     parser.add_argument("--data", type=Path, default=DATA)

@@ -33,7 +33,13 @@ LOGITS_TOLERANCE = 1e-3
 MODES: dict[str, dict[str, Any]] = {
     "resident": {"kv_memory": "2GiB"},
     "yields at sparse blocks": {"kv_memory": "2GiB", "attention_sub_batch": 4},
-    "few KV pages": {"kv_memory": "64MiB", "page_tokens": 16},
+    # Pages of 4 tokens: the reserve of two does not reach to a row's end, so that rows are suspended.
+    "few KV pages": {"kv_memory": "40MiB", "page_tokens": 4},
+    "few KV pages, suspended rows in the host tier": {
+        "kv_memory": "40MiB",
+        "page_tokens": 4,
+        "host_memory": "256MiB",
+    },
     "KV in the host tier": {"kv_residence": "host", "host_memory": "1GiB", "kv_memory": "4MiB"},
     "weights streamed": {"kv_memory": "1GiB", "weights_memory": "900MiB"},
     "KV in the host tier, weights streamed": {

@@ -29,6 +29,7 @@ from batchgen_data.runtime.resources import available_cpus
 NAME = "batchgen"
 # With fewer experts than this for each thread, the one that ends last would keep the others waiting.
 _LEAST_EXPERTS_OF_THREAD = 4
+_SUMMED_TOKENS = 1024
 
 # An expert and its weights by parameter name.
 Work = Iterator[tuple[int, dict[str, torch.Tensor]]]
@@ -100,8 +101,14 @@ def _weighted_sum(
     """Add up each token's outputs, which lie at `place_TK`: [T, H]."""
     # Half precision would lose bits with every expert added.
     total_TH = torch.zeros(len(place_TK), outputs_NH.shape[1], dtype=torch.float32, device=outputs_NH.device)
-    for place_T, weights_T in zip(place_TK.unbind(1), top_k_weights_TK.float().unbind(1), strict=True):
-        total_TH.addcmul_(outputs_NH[place_T].float(), weights_T.unsqueeze(1))
+    # Some tokens at a time: the gathered copy of a large pass would be as large as its hidden states.
+    parts = zip(
+        *(tensor.split(_SUMMED_TOKENS) for tensor in (total_TH, place_TK, top_k_weights_TK.float())),
+        strict=True,
+    )
+    for total_PH, place_PK, weights_PK in parts:
+        for place_P, weights_P in zip(place_PK.unbind(1), weights_PK.unbind(1), strict=True):
+            total_PH.addcmul_(outputs_NH[place_P].float(), weights_P.unsqueeze(1))
     return total_TH.to(outputs_NH.dtype)
 
 
