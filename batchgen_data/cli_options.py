@@ -113,9 +113,10 @@ class SharedOptions:
         list[str] | None,
         _option(_MODEL, "Shipped callback: prompt-lookup or int8-kv; may be repeated.", "--callback"),
     ] = None
-    format: Annotated[str | None, _option(_RUN, "parquet, jsonl or csv; default: by each file's name.")] = (
-        None
-    )
+    format: Annotated[
+        str | None,
+        _option(_RUN, "parquet, jsonl, csv, or openai (batch requests); default: by each file's name."),
+    ] = None
     generated_tokens: Annotated[
         bool, _option(_RUN, "Also write the generated token ids.", "--generated-tokens")
     ] = False
@@ -144,6 +145,9 @@ class RunOptions(SharedOptions):
     retry_failed: Annotated[
         bool, _option(_RUN, "Try rows again whose outcome is an error.", "--retry-failed")
     ] = False
+    stall_timeout_s: Annotated[
+        float, _option(_RUN, "Seconds without progress after which a worker is started again (1800).")
+    ] = 1800.0
     overwrite: Annotated[
         bool,
         _option(_RUN, "Replace other results in OUT once the new ones are complete.", "--overwrite"),

@@ -62,6 +62,10 @@ class JobLockedError(JobError):
     """Another run writes to the output, or took it over."""
 
 
+class JobStalledError(JobError):
+    """No worker made any progress for too long."""
+
+
 class CommitError(JobError):
     """Output cannot be written or published."""
 
@@ -94,6 +98,7 @@ ROW_ERROR_CODES = {
     "decode_error": "the tokenizer could not turn the generated tokens into text",
     "model_error": "the forward pass raised for this row alone",
     "stage_error": "completing the row raised, alone and several times (not the model's doing)",
+    "worker_died": "the worker process died or hung each time the row ran, also alone",
     "cancelled": "the call that owned the row was interrupted",
 }
 

@@ -36,7 +36,11 @@ from batchgen_data.schema import Outcome, append_results
 def complete(table: pa.Table, job: CheckedJob) -> pa.Table:
     """Stand in for a model: what a prompt says is what becomes of it."""
     outcomes = []
-    for prompt in table.column("prompt").to_pylist():
+    if "prompt" in table.column_names:
+        prompts = table.column("prompt").to_pylist()
+    else:
+        prompts = [json.loads(value)[-1]["content"] for value in table.column("messages").to_pylist()]
+    for prompt in prompts:
         if prompt is None:
             outcome = Outcome(finish_reason="skipped", error_code="null_input", error_message="it is null")
         elif prompt == "too long":
@@ -555,7 +559,7 @@ def test_option_names_are_frozen() -> None:
         *("max_sequences", "max_step_tokens", "max_context_tokens", "format", "generated_tokens"),
         *("output_prefix", "debug", "output", "limit", "num_actors", "num_gpus", "batch_size", "fail_fast"),
         *("num_rows", "chat_template_kwargs", "control_tokens"),
-        *("max_failed_rows", "retry_failed", "overwrite"),
+        *("max_failed_rows", "retry_failed", "overwrite", "stall_timeout_s"),
         *("weights_memory", "kv_residence", "host_memory", "host_path", "attention_sub_batch", "trace"),
         *("moe_batch_tokens", "yield_at", "callbacks", "input", "device_memory", "explain", "json"),
     }
@@ -645,6 +649,53 @@ def test_the_summary_says_that_kv_memory_was_short(fake: Fake, capsys: pytest.Ca
     assert "suspended 7 times and 900 tokens computed again; raise kv_memory" in line
     counts = json.loads(Path("out/_batchgen/run.json").read_text())["counts"]
     assert (counts["run_yields"], counts["run_recomputed_tokens"]) == (7, 900)
+
+
+def test_batch_requests_come_back_as_results_and_errors(
+    fake: Fake, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def request(custom_id: str, content: str) -> str:
+        body = {"model": "gpt", "messages": [{"role": "user", "content": content}], "max_tokens": 9}
+        return json.dumps(
+            {"custom_id": custom_id, "method": "POST", "url": "/v1/chat/completions", "body": body}
+        )
+
+    def lines(name: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in Path(name).read_text().splitlines()]
+
+    contents = ["one", "too long", "on and on", "grün"]
+    Path("in.jsonl").write_text("\n".join(request(f"id-{i}", text) for i, text in enumerate(contents)))
+    arguments = ["run", "in.jsonl", "-o", "out", "-m", "org/model", "--format", "openai"]
+    assert cli.main(arguments) == 3
+    results = lines("out/results.jsonl")
+    assert [(one["custom_id"], one["error"]) for one in results] == [
+        ("id-0", None),
+        ("id-2", None),
+        ("id-3", None),
+    ]
+    body = results[0]["response"]["body"]
+    assert results[0]["response"]["status_code"] == 200
+    assert (body["object"], body["model"]) == ("chat.completion", "org/model")
+    (choice,) = body["choices"]
+    assert choice["message"] == {"role": "assistant", "content": "ONE", "refusal": None}
+    assert choice["finish_reason"] == "stop"
+    assert body["usage"] == {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+    assert results[1]["response"]["body"]["choices"][0]["finish_reason"] == "length"
+    assert results[2]["response"]["body"]["choices"][0]["message"]["content"] == "GRÜN"
+    (failed,) = lines("out/errors.jsonl")
+    assert (failed["custom_id"], failed["response"]) == ("id-1", None)
+    assert failed["error"] == {"code": "prompt_too_long", "message": "70 of 64"}
+    assert len({one["id"] for one in [*results, failed]}) == 4
+    # Again: nothing runs, nothing changes; what a kill left out is made.
+    before = Path("out/results.jsonl").stat()
+    Path("out/errors.jsonl").unlink()
+    assert cli.main(arguments) == 3
+    assert len(fake.jobs) == 1
+    assert Path("out/results.jsonl").stat().st_ino == before.st_ino
+    assert lines("out/errors.jsonl") == [failed]
+    assert cli.main(["verify", "out"]) == 0
+    assert cli.main([*arguments, "--prompt-column", "custom_id"]) == 2
+    assert "prompt_column has no effect on batch requests" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("budget", ["many", "-1", "1.5", "101%", "%", ""])

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pyarrow as pa
 
 from batchgen_data.config import EngineConfig
 from batchgen_data.errors import ConfigError
+from batchgen_data.job import openai_batch
 from batchgen_data.job.budget import check_budget
 from batchgen_data.job.filesystem import is_local, open_filesystem
 from batchgen_data.job.inputs import ROW_ID_COLUMN, InputFile, InputFormat, resolve_inputs
@@ -35,7 +36,8 @@ class JobConfig:
             chat_template_kwargs, control_tokens, on_null: Where prompts come from; see `PromptSpec`
             (`prompt` is the template).
         sampling: Settings of all rows.
-        format: Read every input as "parquet", "jsonl" or "csv" instead of by its name.
+        format: Read every input as "parquet", "jsonl" or "csv" instead of by its name, or as "openai": batch
+            requests, which say themselves what to ask (`job.openai_batch`).
         limit: Take only the first rows of all inputs together.
         revision: Hub revision of the model.
         tokenizer: Another place to take the tokenizer from: a folder or a hub id, `id@revision` for one
@@ -48,6 +50,8 @@ class JobConfig:
         fail_fast: Stop at the first row with an error.
         max_failed_rows: Stop when more rows failed: a number, or a share of all rows such as "5%".
         retry_failed: Try rows again whose outcome is an error.
+        stall_timeout_s: Seconds without any progress after which a worker is started again; longer than one
+            pass of the model takes.
         overwrite: Replace what is in the output, once the new results are complete.
         engine: Options of `EngineConfig`.
     """
@@ -77,6 +81,7 @@ class JobConfig:
     fail_fast: bool = False
     max_failed_rows: str | None = None
     retry_failed: bool = False
+    stall_timeout_s: float = 1800.0
     overwrite: bool = False
     engine: Mapping[str, Any] = field(default_factory=dict)
 
@@ -90,9 +95,12 @@ class JobConfig:
         is_number = isinstance(gpus, int | float) and not isinstance(gpus, bool)
         if gpus is not None and not (is_number and 0 <= gpus < math.inf):
             raise ConfigError(f"num_gpus must be a number of at least 0, not {gpus!r}")
+        stall = self.stall_timeout_s
+        if isinstance(stall, bool) or not isinstance(stall, int | float) or not 0 < stall < math.inf:
+            raise ConfigError(f"stall_timeout_s must be a number of seconds above 0, not {stall!r}")
         check_budget(self.max_failed_rows)
-        if self.format not in (None, "parquet", "jsonl", "csv"):
-            raise ConfigError(f"format {self.format!r} is unknown; choose parquet, jsonl or csv")
+        if self.format not in (None, "parquet", "jsonl", "csv", "openai"):
+            raise ConfigError(f"format {self.format!r} is unknown; choose parquet, jsonl, csv or openai")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +134,8 @@ def check_job(config: JobConfig) -> CheckedJob:
         ConfigError: Says what cannot work; nothing has run and nothing is written.
     """
     EngineConfig.from_options(config.engine)
+    if config.format == "openai":
+        config = _for_requests(config)
     spec = prompt_spec(config)
     _check_apart(config)
     inputs = resolve_inputs(config.inputs, format=config.format)
@@ -146,6 +156,14 @@ def check_job(config: JobConfig) -> CheckedJob:
         ignored=inputs.ignored,
         options=_stage_options(config, str(source.path or source.name), source.revision, tokenizer),
     )
+
+
+def _for_requests(config: JobConfig) -> JobConfig:
+    """Batch requests hold messages and settings in columns of known names."""
+    names = ("prompt_column", "messages_column", "prompt", "sampling_column")
+    if given := [name for name in names if getattr(config, name) is not None]:
+        raise ConfigError(f"{given[0]} has no effect on batch requests (format openai), which hold their own")
+    return replace(config, messages_column=openai_batch.MESSAGES, sampling_column=openai_batch.SAMPLING)
 
 
 def _check_apart(config: JobConfig) -> None:

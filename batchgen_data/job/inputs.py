@@ -30,8 +30,9 @@ from batchgen_data.job.filesystem import (
     storage_failures,
     without_credentials,
 )
+from batchgen_data.job.openai_batch import CustomIds
 
-InputFormat = Literal["parquet", "jsonl", "csv"]
+InputFormat = Literal["parquet", "jsonl", "csv", "openai"]
 # Carries each row's identity to the stage and is gone from its output.
 ROW_ID_COLUMN = "_batchgen_row"
 
@@ -118,7 +119,21 @@ def resolve_inputs(sources: Sequence[str], *, format: InputFormat | None = None)
         files = list(
             pool.map(lambda file, output_name: _describe(file, output_name, format), found, output_names)
         )
+    if format == "openai":
+        files = _with_custom_ids_checked(files)
     return Inputs(_with_distinct_fingerprints(files), ignored)
+
+
+def _with_custom_ids_checked(files: Sequence[InputFile]) -> list[InputFile]:
+    """Refuse ids that several files give; the ids are not kept, since the files go to every worker."""
+    known = CustomIds()
+    checked = []
+    for file in files:
+        if file.index is not None and file.index.custom_ids is not None:
+            known.add_all(file.index.custom_ids)
+            file = replace(file, index=replace(file.index, custom_ids=None))
+        checked.append(file)
+    return checked
 
 
 def footer_digest(source: Any, size_bytes: int, name: str) -> bytes:
@@ -189,7 +204,8 @@ def _expand(source: str, format: InputFormat | None, ignored: list[str]) -> Iter
                 raise ConfigError(f"input {name} is compressed; decompress it or convert it to Parquet")
             if not listed:
                 raise ConfigError(
-                    f"input {name}: cannot tell the format from the name; set format (parquet, jsonl or csv)"
+                    f"input {name}: cannot tell the format from the name; set format (parquet, jsonl, csv "
+                    "or openai)"
                 )
             ignored.append(name)
             continue

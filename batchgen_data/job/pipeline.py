@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import _thread
 import math
+import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -13,14 +15,16 @@ import ray
 import ray.data
 
 from batchgen_data.config import EngineConfig, calls_in_flight
-from batchgen_data.errors import InternalError, JobError
+from batchgen_data.errors import InternalError, JobError, JobStalledError
 from batchgen_data.job.check import CheckedJob
 from batchgen_data.job.journal import from_ipc
-from batchgen_data.job.progress import ProgressDisplay, ReportToActor, Totals, start_counter
+from batchgen_data.job.progress import ProgressDisplay, ReportToActor, Totals
 from batchgen_data.job.reader import WorkItem
 from batchgen_data.job.session import ray_session
 from batchgen_data.job.signals import sigterm_interrupts
 from batchgen_data.job.stage import ITEM_SCHEMA, JobStage, decode_failure
+from batchgen_data.job.stall import Watchdog
+from batchgen_data.job.supervisor import start_supervisor
 from batchgen_data.pool import plan_pool
 
 # Ranges of 16 to 64 rows: small enough that every call has work and a crash repeats little, large enough
@@ -29,7 +33,9 @@ _MIN_ITEM_ROWS, _MAX_ITEM_ROWS = 16, 64
 _ITEMS_PER_WORKER = 32
 # Beyond this many tasks Ray's own bookkeeping shows; ranges grow instead.
 _MAX_ITEMS = 20_000
-_MAX_WORKER_RESTARTS = 3
+# Workers that hang end themselves after the timeout; one that cannot do even that is noticed later, with
+# time left for a worker to start again and load its model.
+_STALLS_OF_JOB, _STARTING_S = 3, 600.0
 
 
 class Outcomes(NamedTuple):
@@ -90,10 +96,10 @@ def open_pipeline(
         pool = plan_pool(engine, num_actors=job.config.num_actors, num_gpus=job.config.num_gpus)
         rows_per_item = job.config.batch_size or _rows_per_item(num_rows, pool.num_actors)
         items = cut(rows_per_item)
-        counter = start_counter()
+        supervisor = start_supervisor()
         options = {
             **job.options,
-            "progress": ReportToActor(counter),
+            "progress": ReportToActor(supervisor),
             "actors_per_node": pool.actors_per_node,
         }
         dataset = ray.data.from_arrow(
@@ -103,8 +109,8 @@ def open_pipeline(
             fn_constructor_kwargs={
                 "files": job.files,
                 "options": options,
-                "counter": counter,
-                "max_starts": pool.num_actors + _MAX_WORKER_RESTARTS,
+                "supervisor": supervisor,
+                "stall_timeout_s": job.config.stall_timeout_s,
                 "worker": worker,
                 "stage_class": stage_class,
             },
@@ -114,12 +120,49 @@ def open_pipeline(
         )
         # Not in order: one long row would hold back whatever finished after it.
         dataset.context.execution_options.preserve_order = False
-        pipeline = Pipeline(iter(()), totals=lambda: ray.get(counter.totals.remote(), timeout=5))
+        pipeline = Pipeline(iter(()), totals=lambda: ray.get(supervisor.totals.remote(), timeout=5))
         watching = nullcontext() if display is None else display.watch(pipeline.totals, num_rows)
         # Closed before the session: Ray Data's iterators start a new session when they outlive theirs.
-        with closing(_outcomes(dataset, items, pipeline)) as outcomes, watching:
+        with (
+            closing(_outcomes(dataset, items, pipeline)) as outcomes,
+            watching,
+            _no_stall(pipeline.totals, _STALLS_OF_JOB * job.config.stall_timeout_s + _STARTING_S),
+        ):
             pipeline.outcomes = outcomes
             yield pipeline
+
+
+@contextmanager
+def _no_stall(totals: Callable[[], Totals], limit_s: float) -> Iterator[None]:
+    """Interrupt the block where the workers' counts do not change for so long.
+
+    Only in the main thread, the only one that can be interrupted.
+
+    Raises:
+        JobStalledError: It was.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    stalled = threading.Event()
+
+    def interrupt() -> None:
+        stalled.set()
+        _thread.interrupt_main()
+
+    def position() -> Totals:
+        return replace(totals(), generating_s=0.0)
+
+    try:
+        with Watchdog(position, interrupt, limit_s=limit_s).watching():
+            yield
+    except KeyboardInterrupt:
+        if not stalled.is_set():
+            raise
+        raise JobStalledError(
+            f"no worker made any progress for {limit_s:.0f} seconds; finished rows are kept: run again to go "
+            "on, with a higher stall_timeout_s if a single pass may take longer"
+        ) from None
 
 
 def _outcomes(dataset: Any, items: Sequence[WorkItem], pipeline: Pipeline) -> Generator[Outcomes, None, None]:

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import ray
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
@@ -51,7 +50,7 @@ class Totals:
 
 
 class ProgressCounter:
-    """Adds up what workers report; lives in an actor of its own (`start_counter`).
+    """Adds up what workers report.
 
     Args:
         clock: Seconds; replaced in tests.
@@ -60,14 +59,8 @@ class ProgressCounter:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._counts: dict[str, dict[str, int]] = {}
-        self._num_starts = 0
         self._num_ready = 0
         self._first_ready_s: float | None = None
-
-    def started(self) -> int:
-        """Count a worker process that starts; returns how many started so far, this one included."""
-        self._num_starts += 1
-        return self._num_starts
 
     def ready(self) -> None:
         """Count a worker whose model is loaded."""
@@ -94,11 +87,6 @@ class ReportToActor:
 
     def __call__(self, worker_id: str, counts: Mapping[str, int]) -> None:
         self._counter.report.remote(worker_id, dict(counts))
-
-
-def start_counter() -> Any:
-    """Start a `ProgressCounter` as a nameless actor that reserves no CPU; returns its handle."""
-    return ray.remote(num_cpus=0)(ProgressCounter).remote()
 
 
 def progress_line(totals: Totals, num_rows: int) -> str:

@@ -38,6 +38,14 @@ class WorkItem(NamedTuple):
     round_idx: int = 0
 
 
+class Rows(NamedTuple):
+    """A range of rows of one file."""
+
+    file_idx: int
+    first_row: int
+    num_rows: int
+
+
 def plan_items(
     files: Sequence[InputFile], rows_by_file: Sequence[int], *, rows_per_item: int
 ) -> list[WorkItem]:
@@ -90,7 +98,8 @@ class RangeReader:
 
 
 def _read_text(file: InputFile, index: text.TextIndex, item: WorkItem) -> pa.Table:
-    kind: text.TextFormat = "csv" if file.format == "csv" else "jsonl"
+    kind = file.format
+    assert kind != "parquet"  # those have no index
     try:
         with open_file(file.source, file.path) as source:
             return text.read_rows(source, kind, index, item.first_row, item.num_rows, file.name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import platform
 import time
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from batchgen_data.errors import ConfigError, InternalError
+from batchgen_data.job import openai_batch
 from batchgen_data.job.budget import ErrorBudget
 from batchgen_data.job.check import CheckedJob, JobConfig, check_job
 from batchgen_data.job.filesystem import without_credentials
@@ -90,6 +92,8 @@ def run_job(
         try:
             _complete_rows(job, output, run, display, stage_class)
             output.put_in_place()
+            if config.format == "openai":
+                _write_answers(job, output)
         except BaseException as error:
             status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
             try:
@@ -146,6 +150,20 @@ def _complete_rows(
                 run.totals = pipeline.totals()
     if not output.is_complete:
         raise InternalError(f"{ledger.num_missing} rows have no outcome at the end of the run")
+
+
+def _write_answers(job: CheckedJob, output: OpenOutput) -> None:
+    model = str(job.options["model"])
+    with output.store.commit_errors(f"{openai_batch.RESULTS} or {openai_batch.ERRORS}"):
+        openai_batch.write_answers(
+            output.path,
+            [part.path for shard in output.shards for part in output.states[shard.idx].parts],
+            prefix=job.config.output_prefix,
+            model=os.path.basename(model.rstrip("/")) if os.path.exists(model) else model,
+            created_at_s=int(datetime.fromisoformat(output.manifest.created_at).timestamp()),
+            files=output.files,
+            staging=output.lease.folder,
+        )
 
 
 def _report(job: CheckedJob, output: OpenOutput, run: _Run, status: str) -> RunSummary:

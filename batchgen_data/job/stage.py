@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
+import logging
+import os
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,8 +18,14 @@ from batchgen_data.errors import BatchgenError, JobError, RowError
 from batchgen_data.job.inputs import InputFile
 from batchgen_data.job.journal import to_ipc
 from batchgen_data.job.reader import WorkItem
+from batchgen_data.job.stall import Watchdog
+from batchgen_data.job.supervisor import Watch
 from batchgen_data.job.worker import RangeWorker
 
+logger = logging.getLogger(__name__)
+
+# Exit code of a worker that ends itself.
+_STALLED = 70
 ITEM_SCHEMA = pa.schema([("item_idx", pa.int64()), *((name, pa.int64()) for name in WorkItem._fields)])
 RESULT_SCHEMA = pa.schema(
     [
@@ -43,8 +52,8 @@ class JobStage:
     Args:
         files: The job's files.
         options: Keyword options of `BatchGenLLM`.
-        counter: Handle of the `ProgressCounter` actor.
-        max_starts: Worker processes that may start in this job before it is given up.
+        supervisor: Handle of the `Supervisor` actor.
+        stall_timeout_s: Seconds without any progress after which this process ends itself.
         worker: Keyword arguments of `RangeWorker`.
         stage_class: Takes the place of `BatchGenLLM` in tests.
     """
@@ -53,24 +62,28 @@ class JobStage:
         self,
         files: Sequence[InputFile],
         options: Mapping[str, Any],
-        counter: Any,
-        max_starts: int,
+        supervisor: Any,
+        stall_timeout_s: float,
         worker: Mapping[str, Any],
         stage_class: Callable[..., Any] | None = None,
     ) -> None:
         self._failure: str | None = None
         self._record: str | None = None
         try:
-            num_starts = ray.get(counter.started.remote())
-            if num_starts > max_starts:
-                raise JobError(
-                    f"worker processes died {num_starts - 1} times; look for a lack of memory "
-                    "(kernel log) or for a row that kills the process, then run again"
-                )
+            # Of the actor: the same after each restart.
+            name = ray.get_runtime_context().get_actor_id() or "worker"
+            if (why := ray.get(supervisor.worker_started.remote(name))) is not None:
+                raise JobError(why)
             complete = (stage_class or _batchgen_llm())(**options)
             self._record = json.dumps(complete.record(), default=str)
-            self._worker = RangeWorker(files, complete, **worker)
-            counter.ready.remote()
+            self._worker = RangeWorker(files, complete, watch=Watch(supervisor, name), **worker)
+            Watchdog(
+                lambda: (self._worker.num_done, _position(complete)),
+                _end_process,
+                limit_s=stall_timeout_s,
+                is_busy=lambda: self._worker.num_running > 0,
+            ).watch_forever()
+            supervisor.ready.remote()
         except Exception as error:
             self._failure = encode_failure(error)
 
@@ -93,6 +106,19 @@ class JobStage:
             }
         except Exception as error:
             return {**result, "failure": encode_failure(error)}
+
+
+def _position(complete: Any) -> Any:
+    """How far a stage's engine is, where it has one."""
+    statistics: Mapping[str, Any] = getattr(complete, "statistics", dict)()
+    return [statistics.get(name) for name in ("steps", "rows_done", "rows_failed")]
+
+
+def _end_process() -> None:
+    """End a worker in which nothing moves: Ray starts it again, and what it ran counts as at a death."""
+    logger.error("nothing moved in this worker for too long; it ends, to be started again")
+    faulthandler.dump_traceback(all_threads=True)
+    os._exit(_STALLED)
 
 
 def _batchgen_llm() -> Callable[..., Any]:

@@ -6,6 +6,7 @@ disagree about a column. Types are inferred over the whole file:
 - JSON Lines: whole numbers and decimals unify to double, a field absent or null in some lines is null
   there, strings stay strings (also those that look like dates). Anything else is refused with its line.
 - CSV (comma, first record is the header): pyarrow's types; a column of mixed types is a string column.
+- OpenAI batch requests (`openai_batch`): always the same columns of text.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ import pyarrow.csv
 import pyarrow.json
 
 from batchgen_data.errors import ConfigError, InputError
+from batchgen_data.job.openai_batch import SCHEMA, CustomIds, parse_requests
 
-TextFormat = Literal["jsonl", "csv"]
+TextFormat = Literal["jsonl", "csv", "openai"]
 
 # One offset is kept for this many records: 100 million rows cost 50 MB, and a range reads at most
 # this many records more than it needs at either end.
@@ -43,12 +45,14 @@ class TextIndex:
         num_rows: Records, blank lines and the CSV header not counted.
         offsets_bytes: Start of every 16th record, then the end of the last.
         digest: Digest of the whole content.
+        custom_ids: Of OpenAI batch requests, until those of all files are known to differ.
     """
 
     schema: pa.Schema
     num_rows: int
     offsets_bytes: np.ndarray
     digest: bytes
+    custom_ids: CustomIds | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +70,16 @@ def build_index(source: BinaryIO, kind: TextFormat, name: str) -> TextIndex:
 
     Args:
         source: The file, opened for binary reading, at its start.
-        kind: "jsonl" or "csv".
+        kind: "jsonl", "csv" or "openai".
         name: The file's name for messages.
 
     Raises:
-        ConfigError: The content is not of that kind, or its types conflict; the line is named.
+        ConfigError: The content is not of that kind, its types conflict, or a custom_id is given twice; the
+            line is named.
     """
     digest = hashlib.blake2b(digest_size=16)
-    schema = pa.schema([])
+    schema = SCHEMA if kind == "openai" else pa.schema([])
+    custom_ids = CustomIds() if kind == "openai" else None
     header: list[str] | None = None
     offsets: list[np.ndarray] = []
     num_rows = end_bytes = 0
@@ -86,7 +92,9 @@ def build_index(source: BinaryIO, kind: TextFormat, name: str) -> TextIndex:
             starts = starts[1:]
         if len(starts):
             records = block.data[starts[0] :]
-            schema = _widen(schema, records, len(starts), block, kind, name)
+            schema, table = _widen(schema, records, len(starts), block, kind, name)
+            if custom_ids is not None:
+                custom_ids.add(table.column("custom_id").to_pylist(), _lines(block), name)
             # Keep every 16th record of the whole file, not of each block.
             first = -num_rows % _STRIDE_ROWS
             offsets.append(starts[first::_STRIDE_ROWS] + block.offset_bytes)
@@ -100,6 +108,7 @@ def build_index(source: BinaryIO, kind: TextFormat, name: str) -> TextIndex:
         num_rows=num_rows,
         offsets_bytes=np.concatenate([*offsets, np.array([end_bytes])]).astype(np.int64),
         digest=digest.digest(),
+        custom_ids=custom_ids,
     )
 
 
@@ -171,7 +180,7 @@ def _record_ends(data: bytes, kind: TextFormat) -> np.ndarray:
 def _filled(data: bytes, starts: np.ndarray, ends: np.ndarray, kind: TextFormat) -> np.ndarray:
     """Which records pyarrow will read as rows: it passes over blank lines."""
     octets = np.frombuffer(data, np.uint8)
-    if kind == "jsonl":
+    if kind != "csv":
         return np.add.reduceat(~_IS_BLANK[octets], starts, dtype=np.int64) > 0
     sizes = ends - starts
     last = octets[ends - 1] == _NEWLINE
@@ -188,16 +197,16 @@ def _header(record: bytes, name: str) -> list[str]:
 
 def _widen(
     schema: pa.Schema, records: bytes, num_rows: int, block: _Block, kind: TextFormat, name: str
-) -> pa.Schema:
+) -> tuple[pa.Schema, pa.Table]:
     try:
         table = _parse(records, kind, schema.names, None)
         if table.num_rows == num_rows:
-            return _unify(schema, table.schema, kind)
+            return _unify(schema, table.schema, kind), table
         cause = "quotes do not pair up within a field" if kind == "csv" else "not one record per line"
     except (pa.ArrowException, ValueError) as error:
         cause = _cause(error)
     line, why = _first_bad_line(schema, block, kind, cause)
-    hint = "one JSON object per line" if kind == "jsonl" else "quote fields that hold commas or quotes"
+    hint = "quote fields that hold commas or quotes" if kind == "csv" else "one JSON object per line"
     raise ConfigError(f"{name} line {line}: {why}; expected {hint}")
 
 
@@ -218,10 +227,19 @@ def _first_bad_line(schema: pa.Schema, block: _Block, kind: TextFormat, cause: s
     return block.lines_before + 1, cause
 
 
+def _lines(block: _Block) -> list[int]:
+    """The line of each record, from 1."""
+    newlines = np.flatnonzero(np.frombuffer(block.data, np.uint8) == _NEWLINE)
+    lines: list[int] = (np.searchsorted(newlines, block.starts) + block.lines_before + 1).tolist()
+    return lines
+
+
 _CSV_PARSE = pa.csv.ParseOptions(newlines_in_values=True)
 
 
 def _parse(data: bytes, kind: TextFormat, names: list[str], schema: pa.Schema | None) -> pa.Table:
+    if kind == "openai":
+        return parse_requests(data)
     # One block, one thread: a range is small, and pyarrow's threads would compete with the model's.
     if kind == "jsonl":
         return pa.json.read_json(
@@ -240,6 +258,8 @@ def _parse(data: bytes, kind: TextFormat, names: list[str], schema: pa.Schema | 
 
 
 def _unify(known: pa.Schema, found: pa.Schema, kind: TextFormat) -> pa.Schema:
+    if kind == "openai":
+        return found
     if kind == "jsonl":
         found = pa.schema([field.with_type(_without_dates(field.type)) for field in found])
         return pa.unify_schemas([known, found], promote_options="permissive")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -157,6 +158,32 @@ def test_a_worker_that_dies_costs_only_its_rows_in_flight(tmp_path: Path) -> Non
     assert set(generated) == set(prompts)
     # At most what one worker had in flight: its calls of 4 rows each.
     assert len(generated) - 120 <= 4 * 64
+    assert verify_output(str(tmp_path / "out")).problems == []
+
+
+class HostileStage(FakeStage):
+    """Some prompts end the process, or never end."""
+
+    def __call__(self, table: pa.Table) -> pa.Table:
+        prompts = table.column(self._column).to_pylist()
+        if "kills" in prompts:
+            ctypes.string_at(0)  # a crash in native code
+        if "hangs" in prompts:
+            time.sleep(3600)
+        return super().__call__(table)
+
+
+def test_rows_that_kill_or_hang_a_worker_cost_no_other_row(tmp_path: Path) -> None:
+    """Promise 6 and case 58: found by restarts, given up by name; the job ends."""
+    (tmp_path / "in").mkdir()
+    prompts = [str(n) for n in range(60)]
+    prompts[17], prompts[41] = "kills", "hangs"
+    pq.write_table(pa.table({"prompt": prompts}), tmp_path / "in/a.parquet")
+    summary = run_job(job(tmp_path, stall_timeout_s=2.0), stage_class=HostileStage)
+    assert (summary.num_rows, summary.num_ok, summary.num_failed) == (60, 58, 2)
+    failed = pq.read_table(tmp_path / "out/errors")
+    assert failed.column("prompt").to_pylist() == ["kills", "hangs"]
+    assert set(failed.column("error_code").to_pylist()) == {"worker_died"}
     assert verify_output(str(tmp_path / "out")).problems == []
 
 
