@@ -35,7 +35,7 @@ MODES: dict[str, dict[str, Any]] = {
     "yields at sparse blocks": {"kv_memory": "2GiB", "attention_sub_batch": 4},
     # Pages of 4 tokens: the reserve of two does not reach to a row's end, so that rows are suspended.
     "few KV pages": {"kv_memory": "40MiB", "page_tokens": 4},
-    "few KV pages, suspended rows in the host tier": {
+    "few KV pages and a host tier": {
         "kv_memory": "40MiB",
         "page_tokens": 4,
         "host_memory": "256MiB",
