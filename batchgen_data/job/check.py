@@ -136,6 +136,11 @@ def check_job(config: JobConfig) -> CheckedJob:
     EngineConfig.from_options(config.engine)
     if config.format == "openai":
         config = _for_requests(config)
+    elif config.prompt_column is config.messages_column is config.prompt is None:
+        raise ConfigError(
+            "nothing says what to ask; give exactly one of prompt_column, messages_column and prompt (a "
+            "template), or format openai for a file of batch requests"
+        )
     spec = prompt_spec(config)
     _check_apart(config)
     inputs = resolve_inputs(config.inputs, format=config.format)
