@@ -28,11 +28,12 @@ from batchgen_data.job.supervisor import start_supervisor
 from batchgen_data.pool import plan_pool
 
 # Ranges of 16 to 64 rows: small enough that every call has work and a crash repeats little, large enough
-# that Ray's cost per task (about a millisecond) disappears.
+# that Ray's cost per task (about 15 ms on two cores) disappears beside a model's.
 _MIN_ITEM_ROWS, _MAX_ITEM_ROWS = 16, 64
 _ITEMS_PER_WORKER = 32
-# Beyond this many tasks Ray's own bookkeeping shows; ranges grow instead.
-_MAX_ITEMS = 20_000
+# With more tasks than this their cost shows even where rows are quick; ranges grow instead: a million rows in
+# ranges of 250 are through in 65 s, of 64 it would be four minutes (`benchmarks/job_rate.py`).
+_MAX_ITEMS = 4_000
 # Workers that hang end themselves after the timeout; one that cannot do even that is noticed later, with
 # time left for a worker to start again and load its model.
 _STALLS_OF_JOB, _STARTING_S = 3, 600.0
